@@ -37,16 +37,12 @@ class LoopThread:
         self._thread = threading.Thread(target=self.loop.run_forever, name=name, daemon=True)
         self._thread.start()
 
-    def start[T](self, work: Coroutine[Any, Any, T]) -> Job[T]:
-        """Begin ``work``, for a thread that waits for it and others that may cancel it."""
-        return Job(work, self.loop)
-
     def wait_for[T](self, work: Coroutine[Any, Any, T]) -> T:
         """Run ``work`` to its end and return its result. Blocks the calling thread; raises what ``work`` raises.
 
         An interrupt of the caller (Ctrl-C) cancels ``work`` and is raised when that has cleaned up.
         """
-        job = self.start(work)
+        job = Job(work, self.loop)
         try:
             return job.result()
         except KeyboardInterrupt:
@@ -68,7 +64,7 @@ class LoopThread:
 
 
 class Job[T]:
-    """A coroutine on a loop of another thread."""
+    """A coroutine on a loop of another thread, for a thread that waits for it and others that may cancel it."""
 
     def __init__(self, work: Coroutine[Any, Any, T], loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop

@@ -136,14 +136,6 @@ def file_sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def is_file(path: Path) -> bool:
-    """Whether there is such a file; false for a name that no file can have, and where it cannot be looked for."""
-    try:
-        return path.is_file()
-    except (OSError, ValueError):
-        return False
-
-
 def is_contained(name: str) -> bool:
     """Whether the name of a file that somebody else gave stays below a folder and out of git's own, by the rules of
     every file system: relative, without ``..`` and control characters, and no spelling of ``.git`` in it.

@@ -10,6 +10,7 @@ import re
 import subprocess
 from collections import Counter
 from collections.abc import Iterable
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -29,10 +30,8 @@ def versions(packages: Iterable[str] = _NAMED) -> dict[str, str]:
     """Package -> version, of those that are installed, and of Python."""
     found = {"python": platform.python_version()}
     for name in packages:
-        try:
+        with suppress(PackageNotFoundError):
             found[name] = version(name)
-        except PackageNotFoundError:
-            continue
     return found
 
 

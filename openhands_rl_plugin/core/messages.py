@@ -30,7 +30,6 @@ REASONING_NAMES = ("reasoning_content", "reasoning", "thinking")
 """The fields of a chat message that hold its reasoning as a text."""
 _REASONING_PARTS = ("thinking", "redacted_thinking", "reasoning")  # and OpenRouter's "reasoning.text"
 _PART_LISTS = ("thinking_blocks", "reasoning_details", "content")
-_ENDS = ("</think>", "</thinking>", "</reasoning>")
 _TEXTS = ("thinking", "reasoning", "text", "summary", "content")
 
 
@@ -86,7 +85,7 @@ def reasoning_of(node: Node) -> str | None:
 
 def has_reasoning(node: Node) -> bool:
     """Whether an answer had a part of thinking: in its text, or beside it, where it may be a cipher."""
-    in_text = any(mark in (node.message.content or "") for mark in _ENDS)
+    in_text = re.search("</(?:think|thinking|reasoning)>", node.message.content or "") is not None
     parts = (part for wire in _wires(node) for name in _PART_LISTS for part in _list(wire.get(name)))
     return in_text or any(map(_is_reasoning, parts)) or reasoning_of(node) is not None
 
@@ -108,8 +107,6 @@ def _first_message(response: object) -> object:
 WireMessage = Mapping[str, Any]
 """A chat message as a client sends it: content is text or a list of parts."""
 _ROLES: Mapping[str, Any] = {"developer": "system", "function": "tool"}
-_COUNTS_END = 2**63
-_LONGEST_ERROR = 300
 _BUSY = re.compile("rate_?limit|overload|exhaust|unavailable|time_?out|quota|too_?many")
 _REFUSED = re.compile(
     "invalid|validation|bad_?request|not_?found|context_?(?:length|window)|auth|permission|forbidden|content_?(?:filter|policy)"
@@ -274,11 +271,11 @@ def error_in(document: object) -> tuple[int, str] | None:
     if not status:
         words = " ".join(codes).lower()
         status = 429 if _BUSY.search(words) else 400 if _REFUSED.search(words) else 500
-    return status, " ".join(str(error.get("message") or found).split())[:_LONGEST_ERROR]
+    return status, " ".join(str(error.get("message") or found).split())[:300]
 
 
 def _count(value: object) -> int:
-    return int(value) if type(value) in (int, float) and 0 <= value < _COUNTS_END else 0  # pyright: ignore[reportArgumentType, reportOperatorIssue]
+    return int(value) if isinstance(value, int | float) and 0 <= value < 2**63 else 0
 
 
 def _identity(value: object) -> Any:
@@ -288,14 +285,10 @@ def _identity(value: object) -> Any:
 
 def to_wire(message: Message) -> dict[str, Any]:
     """The message as an OpenAI chat message."""
-    wire: dict[str, Any] = {"role": message.role, "content": message.content}
-    if message.tool_calls:
-        wire["tool_calls"] = wire_calls(message.tool_calls)
-    if message.tool_call_id is not None:
-        wire["tool_call_id"] = message.tool_call_id
-    if message.name is not None:
-        wire["name"] = message.name
-    return wire
+    calls = wire_calls(message.tool_calls) or None
+    beside = {"tool_calls": calls, "tool_call_id": message.tool_call_id, "name": message.name}
+    shown = {name: value for name, value in beside.items() if value is not None}
+    return {"role": message.role, "content": message.content, **shown}
 
 
 def wire_calls(calls: Sequence[ToolCall]) -> list[JsonValue]:

@@ -35,7 +35,6 @@ _IDS = uuid.UUID("7d4de1c0-6f0b-4b5e-9a6e-5b8a2f3d9c11")
 MISSING = "missing"
 """Key of a sampled node's metadata: an object from ``token_ids`` or ``logprobs`` to why the node has none."""
 
-STANDARD_PROMPT = "standard"
 PROMPT = "prompt"
 """Key of the first node's metadata: "compact" where the agent had those instructions, and not OpenHands' own."""
 
@@ -73,7 +72,7 @@ class EpisodeStart(Frozen):
 def prompt_of(trajectory: Trajectory) -> str:
     """The agent's ``[rl.workspace] prompt``: "compact" or "standard"."""
     prompt = trajectory.nodes[0].metadata.get(PROMPT) if trajectory.nodes else None
-    return prompt if isinstance(prompt, str) else STANDARD_PROMPT
+    return prompt if isinstance(prompt, str) else "standard"
 
 
 class NodeMark(Frozen):

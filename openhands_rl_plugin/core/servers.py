@@ -42,16 +42,10 @@ _LOG = redacting_logger(__name__)
 API_KEY = "OPENHANDS_RL_API_KEY"
 """The environment variable of the key that clients of a server must send, unless an option names another."""
 HEALTH = "/health"
-MIB = 1024**2
-MOST_CONNECTIONS = 1024
-IDLE_SECONDS = 75
-"""How long a connection without a request stays open."""
 STOP_SECONDS = 5
 """What requests under way have to end in, when the server is stopped."""
 _START_SECONDS = 30.0
 """Far more than a start takes; until then a lifespan may open its store."""
-_LONG_BODY = 256 * 1024
-_WITHOUT_BODY = ("GET", "HEAD", "OPTIONS")
 _KEY_REMEDY = "start the server with a key and send it"
 _HOST = re.compile(r"(?:\[([0-9a-fA-F:.]+)\]|([^\[\]:@/\s]+))(?::\d*)?")
 
@@ -85,7 +79,7 @@ class AccessRules:
         if foreign or headers.get("sec-fetch-site") in ("cross-site", "same-site"):
             return 403, f"Web pages of other origins are refused; {_KEY_REMEDY}.", "Forbidden"
         has_body = headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
-        if method not in _WITHOUT_BODY and has_body and not is_json(headers.get("content-type", "")):
+        if method not in ("GET", "HEAD", "OPTIONS") and has_body and not is_json(headers.get("content-type", "")):
             message = f"The body has to be sent as Content-Type: application/json, or {_KEY_REMEDY}."
             return 415, message, "UnsupportedMediaType"
         return None
@@ -149,7 +143,7 @@ def is_json(content_type: str) -> bool:
 
 async def read_body[T](body: bytes, parse: Callable[[bytes], T]) -> T:
     """What ``parse`` makes of ``body``, a long one in a thread; its errors pass through."""
-    return parse(body) if len(body) <= _LONG_BODY else await asyncio.to_thread(parse, body)
+    return parse(body) if len(body) <= 2**18 else await asyncio.to_thread(parse, body)
 
 
 def note_failure(error: BaseException) -> str:
@@ -168,7 +162,7 @@ class GuardMiddleware:
     The application gets a request when its body has arrived.
     """
 
-    def __init__(self, app: ASGIApp, access: AccessRules | None = None, *, max_body_bytes: int = 16 * MIB) -> None:
+    def __init__(self, app: ASGIApp, access: AccessRules | None = None, *, max_body_bytes: int = 2**24) -> None:
         self._app = app
         self._access = access or AccessRules()
         self._limit = max_body_bytes
@@ -278,7 +272,7 @@ def serving(
     listener: socket.socket,
     *,
     access: AccessRules | None = None,
-    max_body_bytes: int = 16 * MIB,
+    max_body_bytes: int = 2**24,
     **options: Any,
 ) -> Iterator[str]:
     """Serve an ASGI application from a thread until the block ends; yields its URL as soon as it answers.
@@ -335,8 +329,8 @@ def _server(
         "log_config": None,
         "access_log": False,
         "timeout_graceful_shutdown": STOP_SECONDS,
-        "timeout_keep_alive": IDLE_SECONDS,
-        "limit_concurrency": MOST_CONNECTIONS,
+        "timeout_keep_alive": 75,  # seconds
+        "limit_concurrency": 1024,
         "http": "h11",
         "ws": "none",
         "server_header": False,

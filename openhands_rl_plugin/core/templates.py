@@ -174,9 +174,8 @@ Types = frozenset[str]
 STRING: Types = frozenset({"string"})
 """Of a parameter that no tool declares."""
 
-_STRUCTURE = re.compile(r"</?(?:function|parameter)", re.IGNORECASE)
 _SURROGATE = re.compile("[\ud800-\udfff]")  # no file can hold one alone
-_AS_JSON = re.compile(r"\s*+<json>(.*)</json>\s*", re.DOTALL)
+_UNWRITABLE = re.compile(f"</?(?:function|parameter)|{_SURROGATE.pattern}", re.IGNORECASE)
 # Servers end an answer before the closing tag, which is the stop sequence.
 CALL = re.compile(r"<function=([^<>\n]+)>(.*?)(?:</function>|</function\Z|\Z)", re.DOTALL)
 PARAMETER = re.compile(r"<parameter=([^<>\n]+)>(.*?)</parameter>", re.DOTALL)
@@ -224,40 +223,21 @@ def _types(schema: JsonValue) -> Types:
     return frozenset(map(str, named if isinstance(named, list) else [named])) if named else STRING
 
 
-def write_value(value: JsonValue, types: Types) -> str:
-    """The text that ``read_value`` gives back as ``value``, as plain as it can be."""
-    if isinstance(value, str):
-        plain = f"\n{value}\n" if "\n" in value else value
-    else:
-        plain = json.dumps(value, ensure_ascii=False)
-    read = read_value(plain, types)
-    # Equal, and of the same types all the way down.
-    same = (
-        read == value and not _SURROGATE.search(plain)
-        if isinstance(value, str)
-        else json.dumps(read) == json.dumps(value)
-    )
-    return plain if same and not _STRUCTURE.search(plain) else f"<json>{_without_tags(value)}</json>"
-
-
 def read_value(text: str, types: Types) -> JsonValue:
     """The value of ``text``. Text that cannot be of the parameter's ``types`` stays text."""
     if len(text) > 1 and text[0] == text[-1] == "\n":
         text = text[1:-1]
-    written = _AS_JSON.fullmatch(text)
     try:
-        if written or "string" not in types:
-            value = json.loads(written[1] if written else text)
-            return text if isinstance(value, str) and not written else value
+        value = text if "string" in types else json.loads(text)
     except (ValueError, RecursionError):
-        pass
-    return text
+        return text
+    return text if isinstance(value, str) else value
 
 
-def render_call(call: ToolCall, tool: JsonObject | None = None) -> str:
-    """The call as text. ``tool`` declares the types; without it only strings are written plainly.
+def render_call(call: ToolCall) -> str:
+    """The call as text: strings as they are, other values as JSON.
 
-    Raises ``RenderError`` when the arguments are not a JSON object or the function's name cannot stand in a tag.
+    Raises ``RenderError`` when the arguments are not a JSON object, or a name or a value cannot stand in a tag.
     """
     if not _can_stand(call.name):
         raise RenderError(f"the function name {call.name!r} cannot stand in a tag; rename the function")
@@ -268,11 +248,12 @@ def render_call(call: ToolCall, tool: JsonObject | None = None) -> str:
         raise RenderError(f"the arguments of {call.name!r} are not JSON ({error}); mend or drop the call") from error
     if not isinstance(arguments, dict):
         raise RenderError(f"the arguments of {call.name!r} are no JSON object; mend or drop the call")
-    if not all(map(_can_stand, arguments)):
-        return f"<function={call.name}>\n{_without_tags(arguments)}\n</function>"
-    known = parameters_of(tool)
-    values = ((name, write_value(value, known.get(name, STRING))) for name, value in arguments.items())
-    written = "".join(f"<parameter={name}>{value}</parameter>\n" for name, value in values)
+    written = ""
+    for name, value in arguments.items():
+        plain = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        if not _can_stand(name) or _UNWRITABLE.search(plain):
+            raise RenderError(f"the argument {name!r:.80} of {call.name!r} cannot stand in a tag; drop the call")
+        written += f"<parameter={name}>{f'\n{plain}\n' if '\n' in plain else plain}</parameter>\n"
     return f"<function={call.name}>\n{written}</function>"
 
 
@@ -285,11 +266,6 @@ def _dumps(value: JsonValue) -> str:
     """The value as JSON in Unicode, in ASCII where only that can be written to a file."""
     text = json.dumps(value, ensure_ascii=False)
     return json.dumps(value) if _SURROGATE.search(text) else text
-
-
-def _without_tags(value: JsonValue) -> str:
-    """The value as JSON in which no tag can be seen."""
-    return _dumps(value).replace("<", "\\u003c")
 
 
 FINISH = "finish"
@@ -410,7 +386,6 @@ def _object(arguments: str) -> JsonValue:
     return value if isinstance(value, dict) else {} if value is None else arguments
 
 
-_LISTED = "# Tools\n\nThese functions can be called:\n"
 _AN_EXAMPLE = "\n\nA call looks like this:\n"
 _TAGGED_CALL = '<tool_call>\n{"name": "function-name", "arguments": {"parameter": "value"}}\n</tool_call>'
 _BARE_CALL = '{"name": "function-name", "parameters": {"parameter": "value"}}'
@@ -435,7 +410,7 @@ class ChatTemplate:
 
     stop: tuple[str, ...]
     form: CallForm = TAGGED
-    head: str = _LISTED
+    head: str = "# Tools\n\nThese functions can be called:\n"
     foot: str = _AN_EXAMPLE + _TAGGED_CALL
 
     def parse(self, text: str, tools: Sequence[JsonObject] = ()) -> ParsedAnswer:
@@ -520,7 +495,6 @@ Reminder:
 - If there is no function call available, answer the question like normal with your current knowledge and do not tell \
 the user about function calls
 """
-_NO_DESCRIPTION = "No description provided"
 
 
 def system_prompt(content: str, tools: Sequence[JsonObject]) -> str:
@@ -549,14 +523,13 @@ def _declared(info: JsonValue, required: bool) -> str:
     allowed, status = known.get("enum"), "required" if required else "optional"
     values = ", ".join(f"`{value}`" for value in allowed) if isinstance(allowed, list) else None
     suffix = "" if values is None else f"\nAllowed values: [{values}]"
-    return f"({known.get('type', 'string')}, {status}): {known.get('description', _NO_DESCRIPTION)}{suffix}"
+    return f"({known.get('type', 'string')}, {status}): {known.get('description', 'No description provided')}{suffix}"
 
 
 def text_messages(messages: Sequence[Message], tools: Sequence[JsonObject]) -> Iterator[JsonObject]:
     """Messages with at most one call each in the text form. Raises ``RenderError``."""
     if tools and (not messages or messages[0].role != "system"):
         yield {"role": "system", "content": system_prompt("", tools)}
-    by_name = {function_of(tool).get("name"): tool for tool in tools}
     names: dict[str | None, str] = {}
     for at, message in enumerate(messages):
         content, role = message.content or "", message.role
@@ -567,7 +540,7 @@ def text_messages(messages: Sequence[Message], tools: Sequence[JsonObject]) -> I
             content, role = f"EXECUTION RESULT of [{name}]:\n{content}", "user"
         for call in message.tool_calls:
             names[call.id] = call.name
-            content = "\n\n".join(filter(None, (content, render_call(call, by_name.get(call.name)))))
+            content = "\n\n".join(filter(None, (content, render_call(call))))
         reasoning = reasoning_with(message)
         yield {"role": role, "content": content, **({} if reasoning is None else {"reasoning_content": reasoning})}
 
@@ -593,7 +566,6 @@ or NO."""
 
 
 _RULE = "-" * 100 + "\n"
-_TITLES = {"tool": "TOOL EXECUTION RESULT"}
 
 
 class LogSection(NamedTuple):
@@ -613,19 +585,18 @@ def joined(sections: Sequence[LogSection]) -> str:
     return "".join(section.text if section.kind == "system" else _RULE + section.text for section in sections) + _RULE
 
 
-def log_sections(messages: Sequence[Message], tools: Sequence[JsonObject]) -> list[LogSection]:
+def log_sections(messages: Sequence[Message]) -> list[LogSection]:
     """The parts of the log in order: the system prompt, the instruction, and every other message."""
     sections: list[LogSection] = []
     if messages and messages[0].role == "system":
         text = f"*** System Message that describes the assistant's behavior ***\n{messages[0].content or ''}\n"
         sections.append(LogSection("system", text))
         messages = messages[1:]
-    by_name = {function_of(tool).get("name"): tool for tool in tools}
     for at, message in enumerate(_user_merged(messages)):
-        title = _TITLES.get(message.role, message.role.upper())
+        title = "TOOL EXECUTION RESULT" if message.role == "tool" else message.role.upper()
         text = f"*** Turn {at // 2 + 1} - {title} ***\n{message.content or ''}\n"
         for number, call in enumerate(message.tool_calls):
-            text += f"### Tool Call {number}\n{_as_text(call, by_name)}\n"
+            text += f"### Tool Call {number}\n{_as_text(call)}\n"
         sections.append(LogSection("instruction" if at == 0 else "turn", text))
     return sections
 
@@ -638,9 +609,9 @@ def _user_merged(messages: Sequence[Message]) -> Iterator[Message]:
             yield from group
 
 
-def _as_text(call: ToolCall, tools: Mapping[JsonValue, JsonObject]) -> str:
+def _as_text(call: ToolCall) -> str:
     try:
-        return render_call(call, tools.get(call.name))
+        return render_call(call)
     except RenderError:
         # The judge sees a call that could not be executed as it was written.
         return f"<function={call.name}>\n{call.arguments}\n</function>"

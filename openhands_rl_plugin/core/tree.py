@@ -97,7 +97,8 @@ class EpisodeTree:
             action.simulated = False
             self.usage += Usage(steps=1)
         for message in observation.messages:
-            known = self._answer(self.head, message)
+            same = (at for at in self.children(self.head) if self.nodes[at].message == message)
+            known = next((at for at in same if not self.nodes[at].sampled), None)
             self.head = self.append(message) if known is None else known
         self.terminated |= observation.terminated
         self.truncated |= observation.truncated
@@ -185,18 +186,11 @@ class EpisodeTree:
     def prompt_length(self, leaf: int | None = None) -> int:
         """Tokens of the prompt for an answer at ``leaf`` (default: ``head``): the recorded ids where there are any,
         plus an estimate for the text after them."""
-        known, characters, recorded = 0, 0, False
-        at = self.head if leaf is None else leaf
-        while at is not None:
-            node = self.nodes[at]
-            if node.tokens is not None:
-                recorded = True
-                known += len(node.tokens.prompt_ids) + len(node.tokens.sampled_ids)
-                if not node.tokens.extends:
-                    break
-            elif not recorded:
-                characters += len(node.message.content or "")
-            at = node.parent
+        at, characters = self.head if leaf is None else leaf, 0
+        known = len(self.context_ids(at))
+        while at is not None and self.nodes[at].tokens is None:
+            characters += len(self.nodes[at].message.content or "")
+            at = self.nodes[at].parent
         return known + characters // CHARACTERS_PER_TOKEN
 
     def freeze(
@@ -250,13 +244,6 @@ class EpisodeTree:
                 steps = int(node.executed)
                 usage += Usage(prompt_tokens=whole - sampled, completion_tokens=sampled, calls=1, steps=steps)
         return usage
-
-    def _answer(self, parent: int | None, message: Message) -> int | None:
-        """The observation ``message`` below ``parent``, if it is in the tree already."""
-        return next(
-            (at for at in self.children(parent) if not self.nodes[at].sampled and self.nodes[at].message == message),
-            None,
-        )
 
     def _delta(self, parent: int | None, tokens: Tokens | None) -> Tokens | None:
         if tokens is None or tokens.extends:
@@ -379,16 +366,13 @@ class HostConversation:
         if index not in self._acted or index in self._forms or message["role"] != "assistant":
             return False
         replay, answer = to_message(message), node.message
-        if not _same_calls(replay, answer) if answer.tool_calls else self._strict and not _same_text(replay, answer):
+        sent, own = [[(call.id, call.name) for call in each.tool_calls] for each in (replay, answer)]
+        if sent != own if own else self._strict and not _same_text(replay, answer):
             return False
         self._forms[index] = replay
         if self._unseen(message, answer) is None:
             node.metadata[REPLAYED_AS] = replay.model_dump(mode="json", exclude_defaults=True)
         return True
-
-
-def _same_calls(one: Message, other: Message) -> bool:
-    return [(call.id, call.name) for call in one.tool_calls] == [(call.id, call.name) for call in other.tool_calls]
 
 
 def _same_text(message: Message, answer: Message) -> bool:

@@ -82,14 +82,12 @@ def _superseded(nodes: Sequence[Node], executed: set[int]) -> set[int]:
     return {at for at in ends if nodes[at].parent in decided and REWRITTEN not in nodes[at].metadata}
 
 
-_SESSIONS = frozenset({"gateway", "workspace"})
-
-
 def pays_rewards(environment: str, evidence: dict[str, JsonValue]) -> bool:
     """Whether the steps of an episode could earn rewards. Those of a client's session and of a session in a workspace
     (which leaves a patch) cannot, and those that the environment notes as ``unrewarded`` have not: their 0.0 says only
     that a step was executed, and others judge the outcome."""
-    return environment not in _SESSIONS and "git_patch" not in evidence and evidence.get("unrewarded") is not True
+    judged = environment in ("gateway", "workspace") or "git_patch" in evidence or evidence.get("unrewarded") is True
+    return not judged
 
 
 SCHEMA_VERSION = 2

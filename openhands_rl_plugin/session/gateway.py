@@ -9,7 +9,7 @@ import uuid
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Mapping
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from http import HTTPStatus
 from typing import Annotated
@@ -76,10 +76,8 @@ from openhands_rl_plugin.session.wire import (
 
 _LOG = redacting_logger(__name__)
 JSON, EVENTS = "application/json", "text/event-stream"
-LATEST = "latest"
 NOT_RECORDED = {"x-openhands-rl-recorded": "no"}
 KEEP_ALIVE, KEEP_ALIVE_SECONDS = b": keep-alive\n\n", 10.0  # a comment, which clients ignore
-_LONGEST_ERROR = 2000
 _SHUTDOWN_SECONDS, _MAX_SWEEP_SECONDS = 10, 60.0
 _PROTOCOLS = {each.path: each for each in (CHAT, MESSAGES, RESPONSES)}
 # Hop-by-hop headers, keys and cookies for the gateway, and those that the HTTP client sets itself.
@@ -100,15 +98,6 @@ class EndRequest(BaseModel):
     reward: Bounded | None = None
     success: bool | None = None
     evidence: Annotated[JsonObject, Field(default_factory=dict)]
-
-
-@dataclass
-class Counts:
-    """Answers since the gateway's start. ``missing``: how many recorded ones lack token ids or logprobs, by cause."""
-
-    recorded: int = 0
-    unrecorded: int = 0
-    missing: Counter[str] = field(default_factory=Counter)
 
 
 class Incoming:
@@ -149,8 +138,9 @@ class Gateway:
         self._keeps_client_key = not self._key and not config.access().key
         self._upstream = HttpUpstream(config.upstream, self._key, config.timeout, extended=True)
         self._adapters = AdapterStore(serving.adapters_directory)
-        self._routed = (LATEST, check_name(config.adapter)) if config.adapter else ()
-        self._counts = Counts()
+        self._routed = ("latest", check_name(config.adapter)) if config.adapter else ()
+        # Answers since the start, and how many recorded ones lack token ids or logprobs, by cause.
+        self._counts, self._missing = Counter(recorded=0, unrecorded=0), Counter[str]()
         self._warned = False
         self.sessions = SessionPool(storage, config, self._settings)
 
@@ -167,19 +157,22 @@ class Gateway:
 
     async def _answer(self, request: Incoming) -> Reply | None:
         """The reply, or ``None`` when the response has begun."""
-        scope = request.scope
-        match scope["method"], request.path:
+        scope, path, name = request.scope, request.path, ""
+        if path[0] == "session" and len(path) > 3:
+            name, path = unquote(path[1]), path[2:]
+        match scope["method"], path:
             case "GET" | "HEAD", ["health"]:
                 now = {"status": "ok", "sessions": len(self.sessions)}
-                return Reply(200, dump_object({**now, **vars(self._counts)}))
+                return Reply(200, dump_object({**now, **self._counts, "missing": self._missing}))
             case "POST", ["session"]:
                 return await self._open(request.body)
             case "POST", ["session", name, "end"]:
                 return await self._end(unquote(name), request.body)
-            case _, ["session", name, version, *rest] if rest and unquote(version) == "v1":
-                return await self._forwarded(request, unquote(name), "/".join(rest))
-            case _, [version, *rest] if rest and unquote(version) == "v1":
-                return await self._forwarded(request, "", "/".join(rest))
+            case method, [version, *rest] if rest and unquote(version) == "v1":
+                sent = "/".join(rest)  # a part of it may contain %2F
+                if method == "POST" and (protocol := _PROTOCOLS.get(unquote(sent))) is not None:
+                    return await self._complete(request, protocol, name)
+                return await self._pass(request, sent, {})
         raise ErrorReply(404, f"{scope['method']} {scope['path']}: Not Found")
 
     async def _open(self, body: bytes) -> Reply:
@@ -216,13 +209,6 @@ class Gateway:
             await self._storage.add_scores((score,))
         scored = {"ended": ended, "scored": reward is not None}
         return Reply(200, dump_object({"session": name, "trajectory_id": trajectory_id, **scored}))
-
-    async def _forwarded(self, request: Incoming, name: str, sent: str) -> Reply | None:
-        """Any request below ``/v1``. ``sent``: the path as it was sent; a part of it may contain ``%2F``."""
-        protocol = _PROTOCOLS.get(unquote(sent)) if request.scope["method"] == "POST" else None
-        if protocol is not None:
-            return await self._complete(request, protocol, name)
-        return await self._pass(request, sent, {})
 
     async def _pass(self, request: Incoming, path: str, marks: Mapping[str, str]) -> None:
         """Forward a request unchanged and unrecorded."""
@@ -306,7 +292,7 @@ class Gateway:
             if keys:
                 upstream = HttpUpstream(config.upstream, self._key, config.timeout, extended=True, headers=keys)
             document = await session.decided(call, model, upstream)
-            self._counts.recorded += 1
+            self._counts["recorded"] += 1
             if call.streams:
                 to.add(_as_events(document, usage=call.wants_usage))
             return Reply(200, dump_object(document), recorded=True)
@@ -341,8 +327,8 @@ class Gateway:
             self._unrecorded(problem)
             reply = Reply(response.status, body, {**headers, **NOT_RECORDED})
         else:
-            self._counts.recorded += 1
-            self._counts.missing.update(missing)
+            self._counts["recorded"] += 1
+            self._missing.update(missing)
             if stream is None and call.hidden:
                 body = answer.body_without(call.hidden)
             reply = Reply(200, body, headers, recorded=True)
@@ -353,7 +339,7 @@ class Gateway:
     def _unrecorded(self, problem: Exception) -> None:
         known = isinstance(problem, Unrecordable)
         _LOG.warning("not recorded: %s", problem if known else f"it cannot be stored ({type(problem).__name__})")
-        self._counts.unrecorded += 1
+        self._counts["unrecorded"] += 1
 
     def _model(self, name: str) -> str:
         """The model for a request. Some names stand for the current version of the adapter, which a training loop
@@ -418,7 +404,7 @@ def _late(reply: Reply, protocol: WireProtocol) -> bytes:
     if reply.status == 200:
         return event(b"".join(reply.body.splitlines()))
     error = (parse_object(reply.body) or {}).get("error")
-    known = error if isinstance(error, dict) else {"message": reply.body[:_LONGEST_ERROR].decode("utf-8", "replace")}
+    known = error if isinstance(error, dict) else {"message": reply.body[:2000].decode("utf-8", "replace")}
     return protocol.error_event(known)
 
 

@@ -209,7 +209,10 @@ class SampledTexts:
         known = self._texts.get(answer)
         if known is None or read_text(known) != read_text(text_of(form.get("content")) or ""):
             return None
-        return {**form, "content": _in_form_of(form.get("content"), known)}
+        # Some requests have parts, of which the last one has the mark of the prompt cache.
+        parts = form.get("content")
+        text = [{**parts[-1], "type": "text", "text": known}] if isinstance(parts, list) and parts else known
+        return {**form, "content": text}
 
 
 def _as_sampled(call: Any, sampled: ToolCall) -> Any:
@@ -239,17 +242,10 @@ def _plain(value: str) -> str:
         return value
 
 
-def _in_form_of(content: Any, text: str) -> Any:
-    """A text, or a list of parts as some requests have them; the last one has the mark of the prompt cache."""
-    return [{**content[-1], "type": "text", "text": text}] if isinstance(content, list) and content else text
-
-
-_SEEDS = 2**31
 # Of a request that is not the host's conversation, such as a judgement, only these stay.
 _KEPT = frozenset({"model", "max_tokens", "max_completion_tokens"})
 _OF_TOOLS = frozenset({"tools", "tool_choice", "parallel_tool_calls"})
-_OF_STREAMS = frozenset({"stream", "stream_options"})
-_TRIES = 3
+_ELSEWHERE = frozenset({"stream", "stream_options", "messages"})
 
 
 class EpisodeOver(RLError):
@@ -316,9 +312,8 @@ class Session(Episode):
         self.workspace = workspace
         self.token_ids = token_ids
         # The length of an answer is bounded by the limits, which may be the task's own.
-        self.sampling = merge_sampling(
-            request.sampling, settings.sampling_params().model_copy(update={"max_tokens": None})
-        )
+        own = settings.sampling_params().model_copy(update={"max_tokens": None})
+        self.sampling = merge_sampling(request.sampling, own)
         self.opinion: Score | None = None
         self.note: JsonObject = {}
         self.world: Callable[[], Forkable | None] | None = None
@@ -391,7 +386,7 @@ class Session(Episode):
         with self._stopping:
             if at <= self._stopped:
                 raise asyncio.CancelledError
-            job = background().start(self.respond(body))
+            job = Job(self.respond(body), background().loop)
             self._job = job, at
         return job.result()
 
@@ -491,7 +486,7 @@ class Session(Episode):
         wanted, limit = merge_sampling(sampling, self.sampling), self.limits.max_response_length
         seed = self.request.seed if wanted.seed is None else wanted.seed
         longest = min(wanted.max_tokens or limit, limit)
-        return wanted.model_copy(update={"max_tokens": longest, "seed": (seed + number) % _SEEDS})
+        return wanted.model_copy(update={"max_tokens": longest, "seed": (seed + number) % 2**31})
 
     def _sampled(self, given: Json, wanted: SamplingParams) -> Json:
         """The host's request with the session's sampling in the place of the host's."""
@@ -524,11 +519,9 @@ class Session(Episode):
         """
         number, upstream = next(self._numbers), upstream or self.upstream
         assert upstream is not None
-        request: Json = {"messages": [*wire]} | {
-            name: value for name, value in given.items() if name not in _OF_STREAMS and name != "messages"
-        }
+        request: Json = {"messages": [*wire]} | {name: value for name, value in given.items() if name not in _ELSEWHERE}
         key = path, request.get("seed")
-        asking = Attempts(upstream, extended=self.token_ids, tries=_TRIES)
+        asking = Attempts(upstream, extended=self.token_ids, tries=3)
         attempts = self._failed.pop(key, []) if self._failed else []  # a long path is slow to hash
         sent = request
 
@@ -656,22 +649,6 @@ Complete = Callable[[Json], Json]
 """A host's request -> the document of the answer. Blocks; raises ``EpisodeOver``."""
 
 
-class BranchWorkspace(Protocol):
-    """The workspace of a branch. All methods block."""
-
-    def changes(self) -> JsonObject:
-        """The changes since the session began, as the branch's evidence."""
-        ...
-
-    def check(self, asked: WorkspaceCommand) -> CommandEvidence:
-        """Run a command over the workspace as it stands."""
-        ...
-
-    def close(self) -> None:
-        """End its processes and remove its files. Idempotent."""
-        ...
-
-
 class Branch(Protocol):
     """A copy of a host's session at a request that waits for its answer. All methods block.
 
@@ -679,8 +656,9 @@ class Branch(Protocol):
     """
 
     @property
-    def workspace(self) -> BranchWorkspace:
-        """The copy that it works on, which its user closes."""
+    def workspace(self) -> Any:
+        """The copy that it works on: ``changes()`` gives those since the session began as evidence, ``check(command)``
+        runs a ``WorkspaceCommand`` over it, and its user calls ``close()``. All of them block."""
         ...
 
     def run(self, complete: Complete) -> None:
@@ -705,6 +683,8 @@ class BranchWorld:
     one. ``turn``: the request of the branch that waits.
     """
 
+    info = EnvInfo(emits_rewards=False)
+
     def __init__(self, live: Branch, session: Session, turn: Turn | None = None) -> None:
         self.session = session
         self.turn = turn or session.turn
@@ -715,11 +695,6 @@ class BranchWorld:
         self._thread: threading.Thread | None = None
         self._closed = False
         self._failure: CaughtFailure | None = None
-
-    @property
-    def info(self) -> EnvInfo:
-        """Its steps have no rewards."""
-        return EnvInfo(emits_rewards=False)
 
     async def reset(self, task: Task) -> Observation:
         """Not supported: a branch begins in the middle of an episode."""

@@ -151,8 +151,7 @@ class AnswerStream:
         self.problem = ""
         self.ending = self.done = False
         self._hidden = call.hidden | ({"usage"} if STREAM_OPTIONS in call.added else frozenset())
-        choices = call.document.get("n")
-        self._choices = choices if isinstance(choices, int) else 1
+        self._choices = call.document.get("n") or 1
         self._parts = ChunkAssembler()
 
     def feed(self, received: ServerEvent) -> bytes:

@@ -16,7 +16,9 @@ import copy
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
+from itertools import islice
 from tempfile import TemporaryDirectory
 from typing import Any, ClassVar
 
@@ -31,7 +33,6 @@ from openhands_rl_plugin.core.records import (
     NodeMark,
     TrajectoryFilter,
     TrajectoryOrder,
-    TrajectorySummary,
 )
 from openhands_rl_plugin.core.tree import EpisodeTree
 from openhands_rl_plugin.core.types import (
@@ -57,10 +58,7 @@ from openhands_rl_plugin.core.types import (
 
 Script = Sequence[str] | Callable[[Sequence[Message]], str]
 
-_BYTES = 256
-_ROLE_TOKENS = {role: _BYTES + at for at, role in enumerate(("system", "user", "assistant", "tool"))}
-_END_TOKEN = _BYTES + len(_ROLE_TOKENS)
-_LOGPROB = -math.log(2)
+_ROLE_TOKENS, _END_TOKEN = {"system": 256, "user": 257, "assistant": 258, "tool": 259}, 260
 _ASKED = (Message(role="system", content="Be brief."), Message(role="user", content="Say one word."))
 _SAMPLING = SamplingParams(temperature=1.0, max_tokens=16, seed=7)
 
@@ -83,9 +81,8 @@ class ScriptedEngine:
 
     def __init__(self, script: Script, *, policy: PolicyRef | None = None) -> None:
         self.calls: list[tuple[Message, ...]] = []
-        self._script = script
+        self._script = script if callable(script) else iter(script)
         self._policy = policy or PolicyRef(base_model="scripted")
-        self._used = 0
 
     async def complete(
         self,
@@ -97,58 +94,51 @@ class ScriptedEngine:
     ) -> list[Completion]:
         """The next ``n`` texts of the script."""
         self.calls.append(tuple(messages))
-        script = self._script
-        texts = [script(messages) if callable(script) else self._next_text(script) for _ in range(n)]
-        return [self._sampled(prompt_ids(messages), _answer(text), sampling) for text in texts]
+        script, prompt = self._script, prompt_ids(messages)
+        texts = [script(messages) for _ in range(n)] if callable(script) else [*islice(script, n)]
+        if len(texts) < n:
+            raise ModelError("the script is over")
+        return [self._sampled(prompt, text, sampling) for text in texts]
 
-    def _sampled(self, prompt: tuple[int, ...], message: Message, sampling: SamplingParams | None) -> Completion:
-        ids = encode(message)[1:]
+    def _sampled(self, prompt: tuple[int, ...], text: str, sampling: SamplingParams | None) -> Completion:
+        ids = encode(message := _answer(text))[1:]
         return Completion(
             message=message,
-            tokens=Tokens.of(prompt, ids, (_LOGPROB,) * len(ids)),
+            tokens=Tokens.of(prompt, ids, (-math.log(2),) * len(ids)),
             finish_reason="stop",
             usage=Usage(prompt_tokens=len(prompt), completion_tokens=len(ids), calls=1),
             policy=self._policy,
             sampling=sampling,
         )
 
-    def _next_text(self, texts: Sequence[str]) -> str:
-        if self._used >= len(texts):
-            raise ModelError(f"the script is over after {len(texts)} answers")
-        self._used += 1
-        return texts[self._used - 1]
-
 
 class GridEnvironment:
-    """Walk from (0, 0) to ``data["goal"]`` (default ``[2, 2]``) on a square with ``data["size"]`` (default 3) cells a
+    """Walk from (0, 0) to ``data["goal"]`` (default ``[2, 2]``) on a square of 3 cells a
     side. The last word of an answer is the move: up, down, left or right. Reaching the goal earns 1.0, all else 0.0.
     """
 
     MOVES: ClassVar = {"up": (0, -1), "down": (0, 1), "left": (-1, 0), "right": (1, 0)}
-
-    def __init__(self) -> None:
-        self.closed = False
-        self._size, self._goal, self._at = 3, (2, 2), (0, 0)
-        self._rewards: list[float] = []
+    closed = False
+    _at: tuple[int, ...] = (0, 0)
+    _rewards: tuple[float, ...] = ()
 
     async def reset(self, task: Task) -> Observation:
         """Stand in the corner."""
-        data: dict[str, Any] = {"size": 3, "goal": (2, 2), **task.data}
-        self._size, self._goal = data["size"], tuple(data["goal"])
+        goal: Any = task.data.get("goal", (2, 2))
+        self._goal = tuple(goal)
         rules = f"Walk to {self._goal}. Answer with up, down, left or right. {task.instruction}".strip()
         return Observation(messages=(Message(role="system", content=rules), self._state()))
 
     async def step(self, action: Message) -> Observation:
         """Walk, or stay where a wall or a word that is no move is in the way."""
         words = (action.content or "").lower().split()
-        move = self.MOVES.get(words[-1].strip(".!") if words else "")
-        if move is None:
-            self._rewards.append(0.0)
+        if (move := self.MOVES.get(words[-1].strip(".!") if words else "")) is None:
+            self._rewards += (0.0,)
             refusal = Message(role="user", content="Invalid action: the last word must be up, down, left or right.")
             return Observation(messages=(refusal,))
-        self._at = tuple(min(max(at + by, 0), self._size - 1) for at, by in zip(self._at, move, strict=True))
+        self._at = tuple(min(max(at + by, 0), 2) for at, by in zip(self._at, move, strict=True))
         arrived = self._at == self._goal
-        self._rewards.append(float(arrived))
+        self._rewards += (float(arrived),)
         return Observation(messages=(self._state(),), reward=float(arrived), terminated=arrived)
 
     async def evidence(self) -> JsonObject:
@@ -161,9 +151,7 @@ class GridEnvironment:
 
     async def fork(self) -> GridEnvironment:
         """A copy that walks on from here by itself."""
-        twin = copy.copy(self)
-        twin._rewards = list(self._rewards)
-        return twin
+        return copy.copy(self)
 
     def _state(self) -> Message:
         return Message(role="user", content=f"You are at {self._at}.")
@@ -182,9 +170,6 @@ async def check_environment(make: Callable[[], Environment], task: Task, *, acti
     await second.reset(task)
     steps = await _stepped(first, actions)
     assert await _stepped(second, actions) == steps, "two episodes disturb each other, or are not deterministic"
-    await _check_evidence(first)
-    for environment in (first, first, second):
-        await environment.close()
     malformed = make()
     await malformed.reset(task)
     for text in ("", "\N{REPLACEMENT CHARACTER}", "Thought: no action in here"):
@@ -192,8 +177,11 @@ async def check_environment(make: Callable[[], Environment], task: Task, *, acti
         assert observation.messages, f"step({text!r}) must say what was wrong with the action"
         if observation.terminated or observation.truncated:
             break
-    await _check_evidence(malformed)
-    await malformed.close()
+    for environment in (first, malformed):
+        evidence = await environment.evidence()
+        assert json.loads(json.dumps(evidence, allow_nan=False)) == evidence, "evidence() must come back equal as JSON"
+    for environment in (first, first, second, malformed):
+        await environment.close()
     forked: Any = make()
     if hasattr(forked, "fork"):
         await forked.reset(task)
@@ -209,11 +197,6 @@ async def _stepped(environment: Any, actions: Sequence[str]) -> list[tuple[Messa
     steps = [await environment.step(_answer(action)) for action in actions]
     assert all(math.isfinite(step.reward) for step in steps), "rewards must be finite"
     return [step.messages for step in steps]
-
-
-async def _check_evidence(environment: Environment) -> None:
-    evidence = await environment.evidence()
-    assert json.loads(json.dumps(evidence, allow_nan=False)) == evidence, "evidence() must come back equal from JSON"
 
 
 async def check_engine(engine: LLMEngine, *, away: LLMEngine | None = None) -> None:
@@ -242,22 +225,18 @@ async def _asked(engine: LLMEngine, messages: tuple[Message, ...], n: int) -> li
     answers = await engine.complete(messages, n=n, sampling=_SAMPLING)
     assert len(answers) == n, f"complete(n={n}) must return a list of {n} completions"
     for answer in answers:
-        _check_completion(answer)
+        sampling, tokens = answer.sampling, answer.tokens
+        assert answer.message.role == "assistant", "the message of a completion is the assistant's"
+        assert answer.policy is not None, "a completion must name its policy"
+        assert sampling and sampling.temperature == 1.0, "a completion must say what it was sampled with"
+        assert answer.usage.completion_tokens <= 16, "max_tokens was 16"
+        if tokens is not None:
+            assert not tokens.extends, "an engine gives the whole prompt (extends false); the tree finds what it adds"
+            assert tokens.prompt_ids and tokens.sampled_ids, "where the server gives no ids, tokens is None"
+            complete = len(tokens.logprobs) in (0, len(tokens.sampled_ids))
+            assert complete, "there must be a logprob for each sampled id, or none at all"
+            assert all(each <= 1e-3 for each in tokens.logprobs), "a logprob is at most 0, and not NaN"
     return answers
-
-
-def _check_completion(answer: Completion) -> None:
-    assert answer.message.role == "assistant", "the message of a completion is the assistant's"
-    assert answer.policy is not None, "a completion must name its policy"
-    sampling, tokens = answer.sampling, answer.tokens
-    assert sampling is not None and sampling.temperature == 1.0, "a completion must say what it was sampled with"
-    assert answer.usage.completion_tokens <= 16, "max_tokens was 16"
-    if tokens is not None:
-        assert not tokens.extends, "an engine gives the whole prompt (extends false); the tree finds what a prompt adds"
-        assert tokens.prompt_ids and tokens.sampled_ids, "where the server gives no ids, tokens is None"
-        complete = len(tokens.logprobs) in (0, len(tokens.sampled_ids))
-        assert complete, "there must be a logprob for each sampled id, or none at all"
-        assert all(each <= 1e-3 for each in tokens.logprobs), "a logprob is at most 0, and not NaN"
 
 
 async def check_strategy(strategy: Strategy, *, engine: LLMEngine | None = None) -> None:
@@ -276,8 +255,6 @@ async def check_strategy(strategy: Strategy, *, engine: LLMEngine | None = None)
         assert await world.evidence() == standing, "decide() stepped the real world; search must work in forks of it"
         tree.commit(chosen)
         tree.observe(await world.step(tree.action))
-        if tree.terminated:
-            break
 
 
 async def check_reward(reward: Reward, trajectories: Sequence[Trajectory]) -> None:
@@ -291,11 +268,9 @@ async def check_reward(reward: Reward, trajectories: Sequence[Trajectory]) -> No
         assert score.reward is None or math.isfinite(score.reward), f"the score is {score.reward}; raise GraderError"
         assert await reward(trajectory) == score, "the same trajectory got two scores"
         assert trajectory.model_dump_json() == before, "the reward changed the trajectory"
-    try:
+    with suppress(GraderError):
         unscorable = await reward(example_trajectory(3))
-    except GraderError:
-        return
-    assert unscorable.reward is None, "an episode that failed got a number; raise GraderError instead"
+        assert unscorable.reward is None, "an episode that failed got a number; raise GraderError instead"
 
 
 def _answer(text: str) -> Message:
@@ -324,19 +299,17 @@ def sample_episode(
     reward: float = 0.5,
     finished: float = 2000.0,
     text: str = "",
-    run: str = "run",
-    group: str = "group",
-    task: str = "task",
-    environment: str = "grid",
-    split: str = "train",
-    strategy: str = "StandardReAct",
     stop: StopReason = StopReason.TERMINATED,
     failure: Failure | None = None,
+    **named: str,
 ) -> Trajectory:
-    """Two turns, a sibling that was not acted, tokens with odd logprobs, and ``reward`` as the return."""
+    """Two turns, a sibling that was not acted, tokens with odd logprobs, and ``reward`` as the return.
+
+    ``named``: its ``run``, ``group``, ``task``, ``environment``, ``split`` and ``strategy``.
+    """
+    of = {"run": "run", "group": "group", "task": "task", "environment": "grid", "split": "train"} | named
+    task = {"id": of["task"], "environment": of["environment"], "instruction": "Walk.", "split": of["split"]}
     call = ToolCall(id="call-1", name="search", arguments='{"query": "\\u2615",\n}')
-    first = Tokens.of((1, 2, 70_000), (3, 4), (-0.1, -0.0))
-    second = Tokens.of((5,), (6, 2**32 - 1), (-1e-45, -0.5), extends=True)
     answer = partial(
         Node,
         message=Message(role="assistant", tool_calls=(call,)),
@@ -346,21 +319,21 @@ def sample_episode(
         finish_reason="tool_calls",
         metadata={"response": {"id": "answer", "cost": 0.1}},
     )
+    second = Tokens.of((5,), (6, 2**32 - 1), (-1e-45, -0.5), extends=True)
     nodes = (
         Node(parent=None, message=Message(role="system", content=f"You walk. \N{HOT BEVERAGE} {text}")),
-        answer(parent=0, tokens=first, reward=-0.25),
+        answer(parent=0, tokens=Tokens.of((1, 2, 70_000), (3, 4), (-0.1, -0.0)), reward=-0.25),
         answer(parent=0, value=0.125, visits=3),
         Node(parent=1, message=Message(role="tool", content="a\u0000b\r\n", tool_call_id="call-1", name="search")),
         answer(parent=3, tokens=second, reward=reward + 0.25),
         Node(parent=4, message=Message(role="user", content="")),
     )
-    data: JsonObject = {"goal": [1, None]}
     return Trajectory(
         id=identity,
-        run_id=run,
-        group_id=group,
-        task=Task(id=task, environment=environment, instruction="Walk.", data=data, split=split),
-        strategy=StrategySpec(name=strategy, options={"width": 2}),
+        run_id=of["run"],
+        group_id=of["group"],
+        task=Task.model_validate({**task, "data": {"goal": [1, None]}}),
+        strategy=StrategySpec(name=named.get("strategy", "StandardReAct"), options={"width": 2}),
         policy=policy,
         nodes=nodes,
         head=5,
@@ -408,8 +381,7 @@ def steps_of(sample: Trajectory) -> tuple[Step, ...]:
 
 def unrewarded(sample: Trajectory) -> Trajectory:
     """The episode, no step of which was rewarded."""
-    nodes = tuple(node.model_copy(update={"reward": None}) for node in sample.nodes)
-    return sample.model_copy(update={"nodes": nodes})
+    return sample.model_copy(update={"nodes": tuple(each.model_copy(update={"reward": None}) for each in sample.nodes)})
 
 
 # What an episode has that no other one has (the arguments of the sample), and what finds it.
@@ -458,16 +430,15 @@ async def check_storage(make: Callable[[], TrajectoryStorage]) -> None:
     """
     from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
-    everything = TrajectoryFilter(finished=None)
     with TemporaryDirectory() as folder:
         storage, other = make(), FileTrajectoryStorage(folder, durable=False)
-        assert not await storage.count(everything), "the store must be empty at the start"
+        assert not await storage.count(TrajectoryFilter(finished=None)), "the store must be empty at the start"
         for name, given in _operations():
             result, wanted = [await _outcome(each, name, given) for each in (storage, other)]
             assert result == wanted, f"{name}({given!s:.200}) returned or raised {result}, not {wanted}"
             if name == "close":
                 storage, other = make(), FileTrajectoryStorage(folder, durable=False)
-            await _compare(storage, other, everything, f"after {name}(), ")
+            await _compare(storage, other, TrajectoryFilter(finished=None), f"after {name}(), ")
         for asked in _WHERE:
             await _compare(storage, other, TrajectoryFilter.model_validate({"finished": None, **asked}), "")
         await asyncio.gather(storage.close(), other.close())
@@ -482,24 +453,20 @@ async def _outcome(storage: TrajectoryStorage, name: str, given: Any) -> Any:
 
 async def _compare(storage: TrajectoryStorage, other: TrajectoryStorage, where: TrajectoryFilter, when: str) -> None:
     what = f"{when}{where.model_dump(exclude_defaults=True)}"
-    found, wanted = [[one async for one in each.find(where)] for each in (storage, other)]
+    found, wanted = [[(_timeless(one), scores) async for one, scores in each.find(where)] for each in (storage, other)]
     ids, others = [[one.id for one, _ in each] for each in (found, wanted)]
     assert ids == others, f"{what}: find() found {ids}, not {others}"
     for (one, scores), (expected, judged) in zip(found, wanted, strict=True):
-        # An unfinished episode has the time at which it grew.
-        shown = {*Trajectory.model_fields} - ({"times"} if _open(one) else set())
-        wrong = [name for name in sorted(shown) if getattr(one, name) != getattr(expected, name)]
+        wrong = [name for name, value in one if value != getattr(expected, name)]
         assert not wrong, f"{what}: {one.id!r} has other {', '.join(wrong)} than were stored"
         assert scores == judged, f"{what}: {one.id!r} has the scores {scores}, not {judged}"
-    listed, known = [
-        [each.model_copy(update={"times": None} if _open(each) else {}) async for each in one.summaries(where)]
-        for one in (storage, other)
-    ]
+    listed, known = [[_timeless(one) async for one in each.summaries(where)] for each in (storage, other)]
     assert listed == known, f"{what}: summaries() listed {listed}, not {known}"
     for name, given in (("count", where), ("scores", ids), ("labels", ids)):
         result, expected = [await getattr(each, name)(given) for each in (storage, other)]
         assert result == expected, f"{what}: {name}() returned {result}, not {expected}"
 
 
-def _open(episode: Trajectory | TrajectorySummary) -> bool:
-    return episode.stop is StopReason.UNFINISHED
+def _timeless(episode: Any) -> Any:
+    """An unfinished episode has the time at which it grew."""
+    return episode.model_copy(update={"times": None} if episode.stop is StopReason.UNFINISHED else {})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import mmap
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, count, groupby, pairwise
@@ -27,7 +28,6 @@ from transformers import (
 from transformers.utils.hub import cached_file
 
 from openhands_rl_plugin.core.errors import CaughtFailure, ConfigError, boundary
-from openhands_rl_plugin.core.files import is_file
 from openhands_rl_plugin.core.types import FailureKind
 from openhands_rl_plugin.models.adapters.adapter_config import CONFIG_FILE, read_adapter_config
 from openhands_rl_plugin.models.adapters.store import WEIGHTS_FILE
@@ -407,7 +407,7 @@ class ServedModel:
         Raises ``NotFound`` when there is no adapter, ``ServingError`` when it does not fit the model; messages have
         one line.
         """
-        if not is_file(path / CONFIG_FILE):
+        if not os.path.isfile(path / CONFIG_FILE):
             raise NotFound(f"Loading lora {name} failed: No adapter found for {str(path)[:200]}", param="lora_path")
         try:
             with boundary(FailureKind.MODEL, "adapter"):
@@ -417,7 +417,7 @@ class ServedModel:
 
     def _read_layers(self, path: Path) -> dict[str, tuple[LoRAPair, LoRAPair]]:
         """Raises ``ConfigError`` for what does not fit."""
-        if not is_file(path / WEIGHTS_FILE):
+        if not os.path.isfile(path / WEIGHTS_FILE):
             raise ConfigError(f"{path} has no {WEIGHTS_FILE} (pickled weights are not loaded)")
         config = read_adapter_config(path)
         if refusal := config.refusal():

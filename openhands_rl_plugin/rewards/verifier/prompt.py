@@ -79,7 +79,7 @@ class VerifierPrompts:
 
     def of(self, trajectory: Trajectory) -> VerifierPrompt:
         """The prompt about an episode, however often its history was condensed."""
-        sections = log_sections(transcript(trajectory), trajectory.tools)
+        sections = log_sections(transcript(trajectory))
         log = self._encode(_text(sections))
         truncated = len(log) > self._room
         if truncated:

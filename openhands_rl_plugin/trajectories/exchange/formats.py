@@ -199,7 +199,7 @@ def verifier_rows(trajectory: Trajectory, scores: Sequence[Score]) -> Iterator[J
     if judged is None:
         raise LeftOutError("it is not judged: no score, and no report that says resolved")
     answer = {"role": "assistant", "content": f"<judgement>{'YES' if judged else 'NO'}</judgement>"}
-    messages = [*question(joined(log_sections(transcript(trajectory), trajectory.tools))), answer]
+    messages = [*question(joined(log_sections(transcript(trajectory)))), answer]
     yield {"messages": messages, **identity_columns(trajectory, scores), "resolved": judged}
 
 

@@ -11,27 +11,13 @@ from hypothesis import strategies as st
 from openhands_rl_plugin.core.templates import RenderError, calls_in_text, render_call, without_calls
 from openhands_rl_plugin.core.types import JsonObject, ToolCall
 
-TYPES = ["string", "integer", "number", "boolean", "array", "object", "null"]
-
-snippets = st.sampled_from(
-    [
-        *("</parameter>", "<parameter=x>", "<function=f>", "</function>", "<json>", "</json>", "<json>1", "<think>"),
-        *['"a"', "1", "1.0", "true", "None", "null", "[]", "{}", "NaN", "☃", "\\"],
-        *("</Parameter >", "\n", "\n\n", " ", "\r\n"),
-    ]
-)
-texts = st.lists(snippets | st.text(max_size=8), max_size=6).map("".join)
+PIECES = ("<json>", "<think>", '"a"', "1", "1.0", "true", "None", "null", "[]", "{}", "NaN", "☃", "\\", " ")
+snippets = st.sampled_from([*PIECES, "\n", "\n\n", "\r\n"])
+texts = st.lists(snippets | st.text(max_size=8), max_size=6).map("".join).filter(lambda text: "</" not in text)
 values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | texts,
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3),
+    st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False),
+    lambda inner: st.lists(inner | texts, max_size=3) | st.dictionaries(texts, inner | texts, max_size=3),
     max_leaves=6,
-)
-schemas: st.SearchStrategy[JsonObject] = st.one_of(
-    st.sampled_from(TYPES).map(lambda one: {"type": one}),
-    st.lists(st.sampled_from(TYPES), min_size=1, max_size=3).map(lambda several: {"type": several}),
-    st.sampled_from(TYPES).map(lambda one: {"anyOf": [{"type": one}, {"type": "null"}]}),
-    st.lists(texts | st.integers(), min_size=1, max_size=3).map(lambda allowed: {"enum": allowed}),
-    st.just({}),
 )
 
 
@@ -46,15 +32,13 @@ def exact(arguments: str) -> str:
 
 
 @settings(max_examples=50)
-@given(st.dictionaries(texts, st.tuples(values, schemas), max_size=4))
-def test_any_call_comes_back_as_it_was(given_: dict[str, tuple[object, JsonObject]]) -> None:
-    arguments = json.dumps({name: value for name, (value, _) in given_.items()})
-    call = ToolCall(name="f", arguments=arguments)
-    for tools in ((), (tool({name: schema for name, (_, schema) in given_.items()}),)):
-        text = render_call(call, tools[0] if tools else None)
-        (read,) = calls_in_text(text, tools)
-        assert read.name == "f" and exact(read.arguments) == exact(arguments)
-        text.encode()
+@given(texts, values)
+def test_any_call_comes_back_as_it_was(text: str, value: object) -> None:
+    arguments = json.dumps({"text": text, "value": value})
+    written = render_call(ToolCall(name="f", arguments=arguments))
+    types = ["integer", "number", "boolean", "array", "object", "null"]
+    (read,) = calls_in_text(written, (tool({"text": {"type": "string"}, "value": {"type": types}}),))
+    assert read.name == "f" and exact(read.arguments) == exact(arguments)
 
 
 @given(st.lists(st.dictionaries(st.text("ab", min_size=1), texts, max_size=3), min_size=1, max_size=4), st.text())
@@ -75,9 +59,7 @@ def write_as_sdk(wire: JsonObject) -> str:
     return convert_tool_call_to_string(wire)
 
 
-plain_texts = st.text().filter(
-    lambda text: not any(mark in text for mark in ("</", "<parameter", "<function", "<json>"))
-)
+plain_texts = st.text().filter(lambda text: not any(mark in text for mark in ("</", "<parameter", "<function")))
 
 
 @settings(max_examples=50)
@@ -100,6 +82,8 @@ def test_what_the_references_write_is_read_as_it_was(one: str, other: str) -> No
         ("f", "[" * 100_000, "not JSON"),
         ("f", '{"x": [-Infinity, NaN]}', "are not JSON"),
         ("f>", "{}", "cannot stand"),
+        *(("f", json.dumps({"x": text}), "'x' of 'f' cannot stand") for text in ("a</parameter>", "\ud800")),
+        ("f", '{"x>": 1}', "'x>' of 'f' cannot stand"),
     ],
 )
 def test_what_cannot_be_written_is_refused(name: str, arguments: str, reason: str) -> None:
