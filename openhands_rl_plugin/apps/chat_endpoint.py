@@ -219,10 +219,11 @@ class AgentRuntime:
                 await close()
 
 
-class ToolsConfig(Frozen):
-    """The tools of a policy on a model server, and its limits."""
+class PolicyConfig(Frozen):
+    """A served policy with its tools, and its limits."""
 
-    base_url: HttpUrl = Field(default="", description="model server, up to and including /v1")
+    base_url: HttpUrl = Field(min_length=1, description="model server, up to and including /v1")
+    model: str = Field(min_length=1, description="served model name, such as policy-v000007")
     base_model: str = Field(default="", description="name of the adapter's base model; unset: the model itself")
     upstream_key_env: VariableName = Field(default="", description="environment variable with the model server's key")
     tools: tuple[str, ...] = Field(default=(), description="think, final or module:Class; none: a plain conversation")
@@ -240,13 +241,6 @@ class ToolsConfig(Frozen):
     temperature: float | None = Field(default=None, ge=0, le=10, description="unset: the server's own")
     record: str = Field(default="", description="folder of a file store in which every conversation is recorded")
     run_id: str = Field(default="agent", min_length=1, max_length=200, description="run that the records belong to")
-
-
-class PolicyConfig(ToolsConfig):
-    """A served policy with its tools."""
-
-    base_url: HttpUrl = Field(min_length=1, description="model server, up to and including /v1")
-    model: str = Field(min_length=1, description="served model name, such as policy-v000007")
 
 
 def open_runtime(config: PolicyConfig) -> AgentRuntime:

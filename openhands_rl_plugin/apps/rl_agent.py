@@ -318,7 +318,7 @@ class RLAgent:
         own = self.config.training.model_dump() | {name: value for name, value in given.items() if value is not None}
         settings = RLSettings.model_validate({"training": own}).training
         environment = self.config.env_name
-        chosen = task_id_of(environment, task_id) if isinstance(task_id, int) else task_id
+        chosen = f"{environment}-{task_id}" if isinstance(task_id, int) else task_id
         where = TrajectoryFilter(environment=environment, task_id=chosen)
         with self._working():
             job = TrainingJob(
@@ -400,7 +400,7 @@ class RLAgent:
         try:
             return tuple(
                 Task(
-                    id=task_id_of(name, each),
+                    id=f"{name}-{each}",
                     environment=name,
                     instruction=instruction,
                     data={"idx": each},
@@ -410,8 +410,3 @@ class RLAgent:
             )
         except ValidationError as error:
             raise ConfigError(describe(error)) from error
-
-
-def task_id_of(environment: str, index: int) -> str:
-    """``("webshop", 3)`` -> ``"webshop-3"``."""
-    return f"{environment}-{index}"

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import argparse
 
-from openhands_rl_plugin.apps.chat_endpoint import PolicyConfig, ToolsConfig, running_agent
+from openhands_rl_plugin.apps.chat_endpoint import PolicyConfig, running_agent
 from openhands_rl_plugin.apps.demo_model import SHORT_NAME, named_model
 from openhands_rl_plugin.cli.options import add_fields, read_fields
 from openhands_rl_plugin.cli.terminal import sayable, wait_until_stopped
@@ -27,9 +27,10 @@ PATIENCE = 8.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """One option for each field of ``ServerConfig`` and ``ToolsConfig``."""
+    """One option for each field of ``ServerConfig`` and ``PolicyConfig``."""
     add_fields(parser, ServerConfig)
-    add_fields(parser.add_argument_group("a served policy with tools"), ToolsConfig)
+    policy = parser.add_argument_group("a served policy with tools")
+    add_fields(policy, PolicyConfig, from_file=True, without=("model",))
 
 
 def run(args: argparse.Namespace) -> int:

@@ -55,14 +55,14 @@ class Settings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
-# Where the kernel tells of the host, and where its sockets are: a Docker socket in a sandbox is a way out of it.
+# Where the kernel describes the host, and where its sockets are: a Docker socket in a sandbox is a way out of it.
 _NEVER = ("/dev", "/proc", "/run", "/sys", "/var/run")
 
 
 def checked_path(text: str) -> Path:
     """The absolute path that ``text`` names, ``~`` expanded and links followed.
 
-    Raises ``ValueError`` in words for its author: for a relative path, ``/``, a home or a folder above one, a folder of
+    Raises ``ValueError`` for a relative path, ``/``, a home or a folder above one, a folder of
     the kernel or of sockets, and what does not exist.
     """
     path = Path(text).expanduser()

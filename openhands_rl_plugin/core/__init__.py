@@ -1,4 +1,5 @@
-"""What everything else stands on: values, errors, seams, small tools. Imports only the standard library and pydantic.
+"""What everything else stands on: values, errors, interfaces, small tools. Imports only the standard library and
+pydantic.
 
-Start with ``types`` (the frozen values) and ``protocols`` (the seams); ``tree`` builds one episode.
+Start with ``types`` (the frozen values) and ``protocols`` (the interfaces); ``tree`` builds one episode.
 """

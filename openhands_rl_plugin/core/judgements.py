@@ -1,4 +1,4 @@
-"""Which of an episode's scores says how it turned out: graders, the gateway's end, imports and ``score --value`` do.
+"""Which of an episode's scores is its outcome: graders, the gateway's end, imports and ``score --value`` do.
 
 What a verifier thinks of an episode, and what people who label think of it (``score --reward human``), is an opinion:
 it is stored as a score, has a column of its own, and never takes the place of an outcome. Labels are no scores at all.
@@ -14,7 +14,7 @@ from pydantic import JsonValue
 from openhands_rl_plugin.core.errors import GraderError
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
 from openhands_rl_plugin.core.records import Label, LabelKind
-from openhands_rl_plugin.core.types import Frozen, JsonObject, Score, StopReason, Task, Trajectory, pays_rewards
+from openhands_rl_plugin.core.types import Frozen, JsonObject, Score, StopReason, Task, Trajectory, rewards_steps
 
 Preferences = dict[frozenset[str], str | None]
 """Two episodes' ids -> that of the better one, or ``None`` where somebody found them equally good."""
@@ -84,7 +84,7 @@ def is_opinion(reward_version: str) -> bool:
 def newest_outcome(scores: Iterable[Score]) -> Score | None:
     """The newest judgement of the outcome, of ``scores`` oldest first.
 
-    Opinions are passed over, and so is a version whose newest score is ``None``: it withdrew what it said.
+    Opinions are passed over, and so is a version whose newest score is ``None``: it withdrew its judgement.
     """
     return next((score for score in reversed(_holding(scores)) if not is_opinion(score.reward_version)), None)
 
@@ -103,7 +103,7 @@ def named_score(scores: Iterable[Score], reward: str) -> Score | None:
 
 
 def _holding(scores: Iterable[Score]) -> list[Score]:
-    """The newest score of each version, unless it withdraws what the version said; the one said last is the last."""
+    """The newest score of each version, unless it withdraws that version's judgement; the newest is the last."""
     last: dict[str, Score] = {}
     for score in scores:
         # Put at the end, so that the order is that in which the newest ones came.
@@ -127,8 +127,8 @@ def verdict_word(label: Label) -> str | None:
 
 
 class Consensus(Frozen):
-    """What the people who gave a verdict on an episode say together. ``value``: what more than half of them said, else
-    ``None``; ``labellers``: how many they are; ``agree``: how many said what most did."""
+    """The joint verdict of the people who judged an episode. ``value``: that of more than half of them, else
+    ``None``; ``labellers``: how many they are; ``agree``: how many gave the most frequent one."""
 
     value: float | None
     labellers: int
@@ -147,7 +147,7 @@ def verdicts(labels: Iterable[Label]) -> dict[str, float]:
 
 
 def consensus(labels: Iterable[Label]) -> Consensus | None:
-    """What the labellers of one episode say together; ``None`` where nobody gave a verdict."""
+    """The joint verdict of the labellers of one episode; ``None`` where nobody gave a verdict."""
     given = list(verdicts(labels).values())
     if not given:
         return None
@@ -161,14 +161,14 @@ def majority[Vote](votes: Sequence[Vote]) -> Vote | None:
 
 
 def preferences(labels: Iterable[Label]) -> Preferences:
-    """What people said of each two episodes: each of them last, and together by ``majority``."""
+    """The preferences of people between each two episodes: the last of each of them, together by ``majority``."""
     by_author: dict[frozenset[str], dict[str, str | None]] = defaultdict(dict)
     for label in sorted(standing(labels), key=lambda label: label.at):
         first, second, value = label.trajectory_id, label.other, label.value
         if label.kind is LabelKind.PREFERENCE and value is not None and second is not None and second != first:
             better = None if value == ALIKE else first if value > ALIKE else second
             by_author[frozenset((first, second))][label.author] = better
-    return {both: majority([*words.values()]) for both, words in by_author.items()}
+    return {both: majority([*given.values()]) for both, given in by_author.items()}
 
 
 async def opinions_of(storage: TrajectoryStorage, trajectory_ids: Sequence[str]) -> dict[str, dict[str, float]]:
@@ -184,7 +184,7 @@ FOLDER = "folder_digest"
 def asked_in_common(task: Task) -> tuple[str, str, str]:
     """What attempts at one task have in common, and others have not."""
     # The task of a session may be named after the session: what it was asked, and where, is what it has in common.
-    own = pays_rewards(task.environment, {}) or not task.instruction
+    own = rewards_steps(task.environment, {}) or not task.instruction
     name = task.id if own else str(task.data.get(FOLDER, ""))
     return task.environment, name, task.instruction
 
@@ -201,7 +201,7 @@ def score_of(trajectory: Trajectory, scores: Sequence[Score]) -> float | None:
 
 
 def resolved(trajectory: Trajectory, scores: Sequence[Score]) -> bool | None:
-    """What a score by hand says; else the newest score or the grader's report; else whether the score reaches 1.0;
+    """The verdict of a score by hand; else the newest score or the grader's report; else whether the score reaches 1.0;
     else unknown."""
     evidence = trajectory.evidence
     graded, by_file = _object(evidence.get("test_result")), _object(evidence.get("report"))

@@ -329,8 +329,8 @@ def _part_text(part: object) -> str | None:
     return f"[{kind}]" if kind != "text" and not isinstance(text, str) else None if text is None else str(text)
 
 
-def says(wire: WireMessage, message: Message) -> bool:
-    """Whether both say the same. Hot: called for every message of every prompt, so it builds nothing."""
+def equals(wire: WireMessage, message: Message) -> bool:
+    """Whether both are one message. Hot: called for every message of every prompt, so it builds nothing."""
     if wire["role"] != message.role or wire.get("tool_call_id") != message.tool_call_id:
         return False
     sent, kept = text_in(wire, message.tool_calls), message.content
@@ -408,7 +408,7 @@ def transcript(trajectory: Trajectory) -> tuple[Message, ...]:
 
 def transcript_nodes(trajectory: Trajectory) -> Sequence[int]:
     """The nodes of ``transcript``. What a rewritten history repeats of the history before is left out: of the messages
-    before its first answer those that stood there, in that order. Whatever else is said twice, such as two equal
+    before its first answer those that stood there, in that order. Whatever else is there twice, such as two equal
     observations, stays."""
     shown: set[int] = set()
     before: Sequence[int] = ()

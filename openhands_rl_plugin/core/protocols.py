@@ -1,6 +1,6 @@
-"""The seams. Anything that has these methods fits; nothing needs to be inherited.
+"""The interfaces. Anything that has these methods fits; nothing needs to be inherited.
 
-Each seam shows one use, with the small implementations of ``openhands_rl_plugin.testing``:
+Each shows one use, with the small implementations of ``openhands_rl_plugin.testing``:
 
     >>> import asyncio
     >>> from openhands_rl_plugin.core.types import Message, Task

@@ -154,7 +154,7 @@ class WorkspaceCommand(Frozen):
 
 class CommandEvidence(Frozen):
     """What such a command did. ``exit_code`` is ``None`` when it was ended at its time limit, or did not run at all:
-    then ``error`` says why, or ``prevented`` what the session did. ``output`` is bounded: its middle is dropped."""
+    then ``error`` is why, or ``prevented`` what the session did. ``output`` is bounded: its middle is dropped."""
 
     command: str
     protected: tuple[str, ...] = ()
@@ -228,7 +228,7 @@ SUB_AGENT = "sub_agent"
 
 
 class SubAgentOf(Frozen):
-    """What a sub-agent's episode says of itself: the id of its ``parent``, and the registered ``kind`` of the agent."""
+    """Of a sub-agent's episode: the id of its ``parent``, and the registered ``kind`` of the agent."""
 
     parent: str
     kind: str

@@ -178,7 +178,7 @@ class GuardMiddleware:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-            # Frameworks answer for an exception before they let it through: in words of their own.
+            # Frameworks answer for an exception before they let it through, in another form.
             if status == 500:
                 failed.append(message)
             else:

@@ -14,7 +14,7 @@ from typing import Any, Self
 from pydantic import ConfigDict
 
 from openhands_rl_plugin.core.arrays import Ids
-from openhands_rl_plugin.core.messages import WireMessage, says, to_message, whole_observation
+from openhands_rl_plugin.core.messages import WireMessage, equals, to_message, whole_observation
 from openhands_rl_plugin.core.types import (
     AT,
     KIND,
@@ -103,7 +103,7 @@ class EpisodeTree:
         self.terminated |= observation.terminated
         self.truncated |= observation.truncated
 
-    def pay(self, reward: float) -> None:
+    def add_reward(self, reward: float) -> None:
         """Add a reward to the last action, after its observation; one that was interrupted counts as executed then."""
         acted = next(self.nodes[index] for index in reversed(self.path()) if self.nodes[index].sampled)
         acted.reward = (acted.reward or 0.0) + reward
@@ -315,7 +315,7 @@ class HostConversation:
         """Note what was executed before the prompt, which has the path to ``at`` and then ``new``.
 
         An answer was not executed when another one to its prompt was sent back, nor when the host goes on from that
-        prompt without it: what it says instead is why.
+        prompt without it: what it has instead is why.
         """
         tree, nodes, last = self._tree, self._tree.nodes, self._tree.head
         path = tree.path(at) if at is not None else []
@@ -337,7 +337,7 @@ class HostConversation:
         at: int | None = None
         on_path = True
         for known, message in enumerate(prompt):
-            if on_path and known < len(path) and (form := forms.get(path[known])) is not None and says(message, form):
+            if on_path and known < len(path) and (form := forms.get(path[known])) is not None and equals(message, form):
                 at = path[known]
             elif (child := self._child(at, message)) is not None:
                 at = child
@@ -353,9 +353,9 @@ class HostConversation:
 
     def _equals(self, index: int, message: WireMessage) -> bool:
         node, form = self._tree.nodes[index], self._forms.get(index)
-        if form is not None and says(message, form):
+        if form is not None and equals(message, form):
             return True
-        found = (index in self._acted or not node.sampled) and says(message, node.message)
+        found = (index in self._acted or not node.sampled) and equals(message, node.message)
         if found:
             self._forms.setdefault(index, node.message)
         return found
@@ -387,7 +387,7 @@ def squeezed(text: str | None) -> str:
 
 
 def clip(observation: Observation, limits: Limits) -> Observation:
-    """Cut every message to ``max_obs_length`` tokens, and say in the text that and how much was cut.
+    """Cut every message to ``max_obs_length`` tokens, and note in the text how much was cut.
 
     An environment in this process may write halves of characters, too, which could not be stored.
     """

@@ -22,7 +22,7 @@ TURN, CONDENSATION, SIDE = "turn", "condensation", "side request"
 of a client beside the episode, such as one for a title."""
 
 KIND, ACTED, REWRITTEN = "kind", "acted", "history_rewritten"
-"""Keys of a node's metadata, which every release can read. ``ACTED`` is for imports, where no reward says so;
+"""Keys of a node's metadata, which every release can read. ``ACTED`` is for imports, where no reward shows it;
 ``REWRITTEN``: the answer's prompt does not extend the conversation before."""
 
 AT, SECONDS = "at", "seconds"
@@ -82,9 +82,9 @@ def _superseded(nodes: Sequence[Node], executed: set[int]) -> set[int]:
     return {at for at in ends if nodes[at].parent in decided and REWRITTEN not in nodes[at].metadata}
 
 
-def pays_rewards(environment: str, evidence: dict[str, JsonValue]) -> bool:
+def rewards_steps(environment: str, evidence: dict[str, JsonValue]) -> bool:
     """Whether the steps of an episode could earn rewards. Those of a client's session and of a session in a workspace
-    (which leaves a patch) cannot, and those that the environment notes as ``unrewarded`` have not: their 0.0 says only
+    (which leaves a patch) cannot, and those that the environment notes as ``unrewarded`` have not: their 0.0 means only
     that a step was executed, and others judge the outcome."""
     judged = environment in ("gateway", "workspace") or "git_patch" in evidence or evidence.get("unrewarded") is True
     return not judged
@@ -306,7 +306,7 @@ class Node(Frozen):
 
     @property
     def at(self) -> float | None:
-        """When it was made, in Unix time; ``None`` where its recorder did not say."""
+        """When it was made, in Unix time; ``None`` where its recorder did not note it."""
         return _number(self.metadata.get(AT))
 
     @property
@@ -423,9 +423,9 @@ class Trajectory(Frozen):
     @property
     def known_return(self) -> float | None:
         """``episode_return``; ``None`` for a failed episode, for one in which no step was rewarded, and where the
-        environment pays no rewards."""
+        environment gives no rewards."""
         rewarded = any(self.nodes[index].reward is not None for index in self._stepped())
-        reported = pays_rewards(self.task.environment, self.evidence) or self.episode_return
+        reported = rewards_steps(self.task.environment, self.evidence) or self.episode_return
         return self.episode_return if rewarded and reported and self.failure is None else None
 
     def _stepped(self) -> list[int]:

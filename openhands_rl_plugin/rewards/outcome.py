@@ -11,7 +11,7 @@ from openhands_rl_plugin.config.build import success_rule
 from openhands_rl_plugin.core.errors import GraderError
 from openhands_rl_plugin.core.judgements import HUMAN, UNJUDGED, SuccessRule, consensus, host_evidence, newest_outcome
 from openhands_rl_plugin.core.records import Label
-from openhands_rl_plugin.core.types import Frozen, JsonObject, Score, StopReason, Trajectory, pays_rewards
+from openhands_rl_plugin.core.types import Frozen, JsonObject, Score, StopReason, Trajectory, rewards_steps
 
 # Then an action may have no answer because the answer did not come.
 _CUT_OFF = frozenset({StopReason.TIMEOUT, StopReason.UNFINISHED})
@@ -200,7 +200,7 @@ def environment_return(trajectory: Trajectory) -> tuple[float, int]:
     if not rewards:
         raise GraderError(f"{trajectory.id} has no executed action ({trajectory.stop}), so no return")
     answered = [reward for reward in rewards if reward is not None]
-    rewarded = pays_rewards(trajectory.task.environment, trajectory.evidence) or trajectory.episode_return
+    rewarded = rewards_steps(trajectory.task.environment, trajectory.evidence) or trajectory.episode_return
     if not rewarded or not (answered or trajectory.stop in _CUT_OFF):
         raise GraderError(UNJUDGED)
     if len(answered) < len(rewards):

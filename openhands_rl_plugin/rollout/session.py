@@ -166,7 +166,7 @@ class Episode:
     def pay(self, reward: float) -> None:
         """Pay the last action of an episode that a limit cut, also one that it interrupted."""
         if self.tree.turns:
-            self.tree.pay(reward)
+            self.tree.add_reward(reward)
 
     def limit_reached(self) -> StopReason | None:
         """Why the episode is over: its environment has ended it, or a limit is reached; ``None`` when it goes on."""

@@ -45,7 +45,7 @@ from openhands_rl_plugin.config.build import make_strategy, strategy_spec
 from openhands_rl_plugin.config.rl import HttpUrl, RLSettings, SafeName, VariableName
 from openhands_rl_plugin.core.concurrency import background, on_loop
 from openhands_rl_plugin.core.errors import RLError, StorageError
-from openhands_rl_plugin.core.messages import WireMessage, recorded_parameters, says, text_of, to_message
+from openhands_rl_plugin.core.messages import WireMessage, equals, recorded_parameters, text_of, to_message
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
 from openhands_rl_plugin.core.records import MISSING, TrajectoryFilter, TrajectorySummary, trajectory_id
 from openhands_rl_plugin.core.servers import API_KEY, AccessRules, required_key
@@ -82,8 +82,6 @@ OPENING = "opening-"
 """How the names of sessions begin whose client sends no id."""
 TOOLS = "tools"
 """The key of a sampled node's metadata with the tools of its request, where they are not those of the session."""
-# Characters without white space; a shorter answer is in many texts by chance.
-_SHORTEST_QUOTE = 8
 
 
 class GatewayConfig(BaseModel):
@@ -455,7 +453,7 @@ class ClientSession(Session):
         if any(message["role"] == "assistant" for message in call.messages):
             return False
         roots = [tree.nodes[at] for at in tree.children(None) if kind_of(tree.nodes[at]) == TURN]
-        return not any(says(call.messages[0], root.message) for root in roots)
+        return not any(equals(call.messages[0], root.message) for root in roots)
 
     def _offer(self, tools: Sequence[JsonObject], opening: WireMessage) -> None:
         """The session's tools come with a conversation that begins with ``opening``.
@@ -467,7 +465,8 @@ class ClientSession(Session):
         for at, node in enumerate(tree.nodes):
             if node.sampled:
                 node.metadata.setdefault(TOOLS, [])
-            if node.parent is None and kind_of(node) == TURN and not says(opening, node.message) and self._is_alone(at):
+            alone = node.parent is None and kind_of(node) == TURN and self._is_alone(at)
+            if alone and not equals(opening, node.message):
                 self._mark(at, SIDE)
         if tree.head is not None and kind_of(tree.nodes[tree.head]) == SIDE:
             tree.head = None
@@ -488,7 +487,8 @@ class ClientSession(Session):
                 if not node.sampled or node.message.tool_calls:
                     continue
                 root, answer = path_to(nodes, at)[0], squeezed(node.message.content)
-                if root != path[0] and len(answer) >= _SHORTEST_QUOTE and answer in quoted and self._is_alone(root):
+                # A shorter answer is in many texts by chance.
+                if root != path[0] and len(answer) >= 8 and answer in quoted and self._is_alone(root):
                     self._mark(root, CONDENSATION)
 
     def _is_alone(self, root: int) -> bool:

@@ -321,7 +321,7 @@ class Gateway:
             answer = stream.whole() if stream is not None else await read_body(body, call.protocol.answer)
             missing = await session.record(call, answer)
         except (Unrecordable, ValueError, TypeError, LookupError, AttributeError, RecursionError) as problem:
-            # The answer is paid for.
+            # The answer has used the server's time.
             if (found := error_in(parse_object(body))) is not None:
                 raise ServerError(found[0], str(problem), body, response.headers) from problem
             self._unrecorded(problem)

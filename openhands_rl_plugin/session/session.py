@@ -36,11 +36,11 @@ from openhands_rl_plugin.core.messages import (
     NEUTRAL_PARAMETERS,
     WireMessage,
     altering_parameters,
+    equals,
     is_json_object,
     reasoning_in,
     recorded_parameters,
     sampling_in,
-    says,
     text_of,
     to_message,
     to_wire,
@@ -222,7 +222,7 @@ def _as_sampled(call: Any, sampled: ToolCall) -> Any:
 
 
 def read_text(text: str) -> tuple[object, ...]:
-    """What the text of an answer says, apart from what hosts change: the text before its call, the call's name and
+    """The content of an answer's text, apart from what hosts change: the text before its call, the call's name and
     arguments, and whatever belongs to no call."""
     call = CALL.search(text)
     if call is None:
@@ -775,4 +775,4 @@ class BranchWorld:
 
 
 def _same(one: Sequence[WireMessage], other: Sequence[WireMessage]) -> bool:
-    return len(one) == len(other) and all(a == b or says(a, to_message(b)) for a, b in zip(one, other, strict=True))
+    return len(one) == len(other) and all(a == b or equals(a, to_message(b)) for a, b in zip(one, other, strict=True))

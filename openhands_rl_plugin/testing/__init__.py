@@ -146,7 +146,7 @@ class GridEnvironment:
         return {"final_state": list(self._at), "return": sum(self._rewards), "steps": len(self._rewards)}
 
     async def close(self) -> None:
-        """Nothing is held; ``closed`` tells that it was called."""
+        """Nothing is held; ``closed`` shows that it was called."""
         self.closed = True
 
     async def fork(self) -> GridEnvironment:
@@ -174,7 +174,7 @@ async def check_environment(make: Callable[[], Environment], task: Task, *, acti
     await malformed.reset(task)
     for text in ("", "\N{REPLACEMENT CHARACTER}", "Thought: no action in here"):
         observation = await malformed.step(_answer(text))
-        assert observation.messages, f"step({text!r}) must say what was wrong with the action"
+        assert observation.messages, f"step({text!r}) must answer what was wrong with the action"
         if observation.terminated or observation.truncated:
             break
     for environment in (first, malformed):
@@ -203,7 +203,7 @@ async def check_engine(engine: LLMEngine, *, away: LLMEngine | None = None) -> N
     """Ask ``engine`` for one answer, for three, for two side by side, and to go on from an answer.
 
     Asserts what strategies and training rely on: as many completions as were asked for, each an assistant message that
-    says what it was sampled with and from; whole prompts with as many logprobs as ids, where there are ids; the
+    with what it was sampled with and from; whole prompts with as many logprobs as ids, where there are ids; the
     limit of tokens kept. ``away``: the same engine with a server that does not answer, which must raise
     ``InfrastructureError`` or ``ModelError``: anything else would end the whole run, not the episode.
     """
@@ -228,7 +228,7 @@ async def _asked(engine: LLMEngine, messages: tuple[Message, ...], n: int) -> li
         sampling, tokens = answer.sampling, answer.tokens
         assert answer.message.role == "assistant", "the message of a completion is the assistant's"
         assert answer.policy is not None, "a completion must name its policy"
-        assert sampling and sampling.temperature == 1.0, "a completion must say what it was sampled with"
+        assert sampling and sampling.temperature == 1.0, "a completion must have what it was sampled with"
         assert answer.usage.completion_tokens <= 16, "max_tokens was 16"
         if tokens is not None:
             assert not tokens.extends, "an engine gives the whole prompt (extends false); the tree finds what it adds"

@@ -8,7 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from openhands_rl_plugin.core.messages import has_reasoning, reasoning_of, says, to_message, whole_json, whole_text
+from openhands_rl_plugin.core.messages import (
+    equals,
+    has_reasoning,
+    reasoning_of,
+    to_message,
+    whole_json,
+    whole_text,
+)
 from openhands_rl_plugin.core.types import JsonObject, Message, Node
 
 
@@ -30,7 +37,7 @@ def test_half_a_character_from_a_host_is_understood() -> None:
     wire = {"role": "assistant", "content": "half \ud83d", "tool_calls": [call]}
     message = to_message(wire)
     assert message.content == "half \ufffd" and message.tool_calls[0].arguments == "\ufffd"
-    assert says(wire, message) and not says(wire, Message(role="assistant", content="half \ufffd"))
+    assert equals(wire, message) and not equals(wire, Message(role="assistant", content="half \ufffd"))
 
 
 THOUGHT = [{"type": "thinking", "thinking": "Hm."}]

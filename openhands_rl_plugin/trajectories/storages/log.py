@@ -58,7 +58,7 @@ from openhands_rl_plugin.core.types import (
     acted_nodes,
     kind_of,
     path_to,
-    pays_rewards,
+    rewards_steps,
 )
 
 Found = tuple[Trajectory, tuple[Score, ...]]
@@ -142,7 +142,7 @@ def counted(
     # Summed in one go, as ``Trajectory.episode_return`` does, to get the same last bit.
     total = float(sum(rewards)) if rewards else None
     # 0.0 only says that steps were executed, where the environment gives no rewards.
-    known = total if total or pays_rewards(header.environment, evidence or {}) else None
+    known = total if total or rewards_steps(header.environment, evidence or {}) else None
     times = Times(started=header.times.started, finished=at)
     return _with(header, {"nodes": nodes, "turns": turns, "episode_return": known, "times": times})
 
