@@ -48,7 +48,7 @@ from pydantic import Field, PrivateAttr, field_validator
 from openhands_rl_plugin.config import registry
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.config.toml import settings_from_sections
-from openhands_rl_plugin.core.concurrency import background, bound
+from openhands_rl_plugin.core.concurrency import Job, background, bound
 from openhands_rl_plugin.core.errors import BadEnvironmentError, CaughtFailure, ConfigError, RLError, boundary
 from openhands_rl_plugin.core.messages import one_line
 from openhands_rl_plugin.core.protocols import Forkable
@@ -501,7 +501,7 @@ def _begin_step(agent: RLAgent, conversation: LocalConversation) -> Conversation
             return None
         setattr(conversation, _EPISODE, episode)
         if episode.standalone:
-            background().start(episode.watch())
+            Job(episode.watch(), background().loop)
     episode.idle_since, episode.finished = None, (None, None)
     return episode
 
