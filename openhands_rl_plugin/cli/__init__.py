@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import sys
 import textwrap
 import traceback
@@ -126,7 +127,7 @@ def run_command(command: ModuleType, parser: argparse.ArgumentParser, words: Seq
     """Run ``command`` with its ``words`` (default: those of the process), and return what its ``run`` does."""
     ENDING.advice, ENDING.patience = getattr(command, "RESUME", ""), getattr(command, "PATIENCE", PATIENCE)
     args = parser.parse_args(words)
-    args.words = [*parser.prog.split(), *(words or ())]
+    args.typed = sayable(shlex.join([*parser.prog.split(), *(words or ())]))  # as runs keep it
     code = command.run(args)
     return ENDING.run(code) if isinstance(code, Coroutine) else code
 

@@ -108,7 +108,9 @@ async def check_all(config: Path | None) -> AsyncIterator[tuple[str, str, str]]:
     settings, checks = RLSettings(), CHECKS
     if config is not None:
         try:
-            settings = checked_settings(config)
+            settings = load_settings(config)
+            if not has_settings(config):
+                raise ConfigError(f"{config}: there is no [rl] section in it (nor [extended.rl] or [agent.RLAgent.rl])")
             yield "ok", "configuration", str(config)
         except ConfigError as error:
             for line in str(error).splitlines():
@@ -120,14 +122,6 @@ async def check_all(config: Path | None) -> AsyncIterator[tuple[str, str, str]]:
                 yield "ok", what, found
         except RLError as error:
             yield level, what, f"{error}; {remedy}"
-
-
-def checked_settings(config: Path) -> RLSettings:
-    """The settings of a file that has some. Raises ``ConfigError``."""
-    settings = load_settings(config)
-    if not has_settings(config):
-        raise ConfigError(f"{config}: there is no [rl] section in it (nor [extended.rl] or [agent.RLAgent.rl])")
-    return settings
 
 
 def print_drift(out: Console, report: Mapping[str, Any]) -> None:
@@ -160,8 +154,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     new = parser.add_argument_group("a new configuration")
     new.add_argument("--init", action="store_true", help="write a config.toml to start from")
     new.add_argument("--model", default="model", metavar="NAME", help="name of the model on its server")
-    server = "OpenAI-compatible server of the model, up to and including /v1"
-    new.add_argument("--base-url", default="http://127.0.0.1:8100/v1", metavar="URL", help=server)
+    url = "http://127.0.0.1:8100/v1"
+    new.add_argument("--base-url", default=url, metavar="URL", help="OpenAI-compatible server, up to and including /v1")
     new.add_argument("--workspace", default="./workspace", metavar="DIR", help="folder that the agent works in")
     short = "compact: short instructions, for models with a context of less than 16,384 tokens"
     new.add_argument("--prompt", choices=["standard", "compact"], default="standard", help=short)
@@ -181,7 +175,7 @@ async def run(args: argparse.Namespace) -> int:
     if args.init:
         return _init(args, args.config or DEFAULT_FILE)
     if args.show:
-        print_json({"rl": checked_settings(args.config or DEFAULT_FILE).model_dump(mode="json")})
+        print_json({"rl": load_settings(args.config or DEFAULT_FILE).model_dump(mode="json")})
         return 0
     out, failed = console(), False
     async for level, what, found in check_all(args.config):
@@ -205,9 +199,7 @@ def _init(args: argparse.Namespace, file: Path) -> int:
 
 
 async def _drift(args: argparse.Namespace) -> int:
-    decode = None
-    if args.tokenizer is not None:
-        decode = partial(load_tokenizer(args.tokenizer).decode, skip_special_tokens=False)
+    decode = args.tokenizer and partial(load_tokenizer(args.tokenizer).decode, skip_special_tokens=False)
     async with open_store(args.store, skip_damaged=args.skip_damaged) as storage:
         report = await drift_of(storage.find(filter_of(args)), decode)
     if args.json:

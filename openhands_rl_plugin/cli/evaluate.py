@@ -41,18 +41,7 @@ from pathlib import Path
 
 from openhands_rl_plugin.apps.loop.reporting import report_writer
 from openhands_rl_plugin.apps.stores import open_store
-from openhands_rl_plugin.cli.options import (
-    STORE_HELP,
-    add_bounds,
-    add_repositories,
-    add_settings,
-    add_tasks,
-    backend_of,
-    checked,
-    given_fields,
-    positive,
-    settings_of,
-)
+from openhands_rl_plugin.cli import options
 from openhands_rl_plugin.cli.terminal import ENDING, sayable
 from openhands_rl_plugin.config.build import check_environment_server, make_strategy, success_rule
 from openhands_rl_plugin.config.host import agent_named, host_of
@@ -93,23 +82,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     out = "folder of the results (default: evaluation_outputs), or of report.json and report.html"
     parser.add_argument("--out", type=Path, metavar="DIR", help=out)
     parser.add_argument("--note", default="v1", metavar="TEXT", help="name of this experiment, in its folder's name")
-    parser.add_argument("--store", metavar="STORE", help=f"{STORE_HELP} (default: OUT/trajectories)")
+    parser.add_argument("--store", metavar="STORE", help=f"{options.STORE_HELP} (default: OUT/trajectories)")
     parser.add_argument("--dry-run", action="store_true", help="check everything and print the plan, roll out nothing")
     group = parser.add_argument_group("agent and model")
-    agent = "RLAgent, an agent of OpenHands, or stock: its own (default)"
-    group.add_argument("--agent", default="stock", metavar="NAME", help=agent)
-    add_settings(group)
+    group.add_argument("--agent", default="stock", metavar="NAME", help="RLAgent, an agent of OpenHands, or its own")
+    options.add_settings(group)
     group.add_argument("--llm", metavar="NAME", help="section [llm.NAME] of the config.toml, over [llm]")
     group.add_argument("--model", metavar="NAME", help="model name, as in [llm]")
-    base = "base model, where --model is a version of an adapter (default: [rl.serving] model)"
+    base = "base model of --model, if that is a version of an adapter (default: [rl.serving] model)"
     group.add_argument("--base-model", metavar="NAME", help=base)
     group.add_argument("--base-url", metavar="URL", help="OpenAI-compatible server, up to and including /v1")
-    add_tasks(parser.add_argument_group("tasks"))
+    options.add_tasks(parser.add_argument_group("tasks"))
     group = parser.add_argument_group("runs")
-    group.add_argument("--runs", type=positive, default=1, metavar="RUNS", help="runs over all tasks")
-    add_bounds(group)
+    group.add_argument("--runs", type=options.positive, default=1, metavar="RUNS", help="runs over all tasks")
+    options.add_bounds(group)
     group.add_argument("--retry-failed", action="store_true", help="roll out again what failed of the infrastructure")
-    add_repositories(group)
+    options.add_repositories(group)
     group.add_argument("--network", action="store_true", help="let tests use the network")
     group.add_argument("--no-grade", action="store_true", help="do not grade: leave that to `openhands-rl grade`")
     group = parser.add_argument_group("finished runs, in place of SUITE")
@@ -124,7 +112,7 @@ def run(args: argparse.Namespace) -> int:
         return _read(args)
     if args.suite is None:
         raise UsageError("give SUITE, or finished runs with --report or --compare")
-    plan = _plan(args, settings_of(args))
+    plan = _plan(args, options.settings_of(args))
     options_of(plan, 0)  # refuses an agent that does not support the suite
     if args.dry_run:
         print(sayable("\n".join(_describe(plan, args))))
@@ -159,7 +147,7 @@ def _plan(args: argparse.Namespace, settings: RLSettings) -> EvaluationPlan:
         "environment": {} if suite.software else {"env_name": environment, **settings.environment},
     }
     make_strategy(settings)  # an invalid one is refused before the first episode
-    return checked(EvaluationPlan, given_fields(args, EvaluationPlan) | chosen)
+    return options.checked(EvaluationPlan, options.given_fields(args, EvaluationPlan) | chosen)
 
 
 def _entries(args: argparse.Namespace, plan: EvaluationPlan) -> tuple[EvalTask, ...]:
@@ -192,7 +180,7 @@ async def _evaluate(args: argparse.Namespace, plan: EvaluationPlan) -> None:
                 plan,
                 entries,
                 storage=storage,
-                backend=backend_of(args, [entry.instance for entry in entries], network=args.network),
+                backend=options.backend_of(args, [entry.instance for entry in entries], network=args.network),
                 grade=not args.no_grade,
                 retry_failed=args.retry_failed,
                 processes=process_count(plan.settings.max_workers) if args.processes is None else args.processes,

@@ -44,12 +44,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help=out)
     add_repositories(parser)
     parser.add_argument("--workers", type=positive, default=1, metavar="INSTANCES", help="instances graded at a time")
-    seconds = "for the tests of one instance"
-    parser.add_argument("--timeout", type=positive, default=1800, metavar="SECONDS", help=seconds)
-    name = "RUN_ID in the names of reports and of the logs' folder"
-    parser.add_argument("--run-id", default="run", metavar="NAME", help=name)
-    ids = "grade only these ids or patterns ('psf__*')"
-    parser.add_argument("--ids", nargs="+", default=[], metavar="ID", help=ids)
+    parser.add_argument(
+        "--timeout", type=positive, default=1800, metavar="SECONDS", help="for the tests of an instance"
+    )
+    parser.add_argument("--run-id", default="run", metavar="NAME", help="in the names of reports and the logs' folder")
+    parser.add_argument("--ids", nargs="+", default=[], metavar="ID", help="only these ids or patterns ('psf__*')")
     parser.add_argument("--network", action="store_true", help="let tests use the network")
 
 
@@ -83,8 +82,6 @@ async def run(args: argparse.Namespace) -> int:
             on_verdict=show,
         )
     print(f"{summary(verdicts)}\n" + "\n".join(map(str, reports)))
-    failed = [each for each in verdicts.values() if each.kind is VerdictKind.INFRASTRUCTURE]
-    if failed:
-        why = sayable(f"{len(failed)} of {len(verdicts)} have no verdict: {failed[0].reason}")
-        print(why, file=sys.stderr)
+    if failed := [each for each in verdicts.values() if each.kind is VerdictKind.INFRASTRUCTURE]:
+        print(sayable(f"{len(failed)} of {len(verdicts)} have no verdict: {failed[0].reason}"), file=sys.stderr)
     return int(len(failed) == len(verdicts))

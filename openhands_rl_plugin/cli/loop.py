@@ -37,7 +37,7 @@ from typing import TYPE_CHECKING
 from openhands_rl_plugin.apps.serving import BASE, find_version, given_weights, served_policy, served_suite
 from openhands_rl_plugin.cli import options
 from openhands_rl_plugin.cli.options import add_option, checked, given_fields, settings_of
-from openhands_rl_plugin.cli.terminal import ENDING, sayable, silence_libraries, typed
+from openhands_rl_plugin.cli.terminal import ENDING, sayable, silence_libraries
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.core.errors import from_extra
 from openhands_rl_plugin.models.adapters.store import AdapterStore
@@ -123,7 +123,7 @@ def loop_job(
         limits=settings.limits().model_copy(update={"timeout": args.timeout}),
         backend=options.backend_of(args, [entry.instance for entry in tasks.entries]),
         processes=process_count(settings.max_workers) if args.processes is None else args.processes,
-        command=typed(args),
+        command=args.typed,
         graders=os.cpu_count() or 1,
         test_timeout=args.test_timeout,
         native_tool_calling=args.native_tool_calling,

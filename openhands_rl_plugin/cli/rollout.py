@@ -26,7 +26,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import redirect_stdout
 
-from openhands_rl_plugin.apps.rollout.play import GivenTask, play
+from openhands_rl_plugin.apps.rollout.play import play
 from openhands_rl_plugin.apps.rollout.rollout import PlayedRollout
 from openhands_rl_plugin.apps.stores import open_store
 from openhands_rl_plugin.cli import Parser, ended, program, run_command
@@ -74,23 +74,15 @@ async def run(args: argparse.Namespace) -> int:
 
 
 async def _play(args: argparse.Namespace) -> PlayedRollout:
-    task, options = _source(args.task), read_fields(args, PlayOptions)
+    options = read_fields(args, PlayOptions)
+    try:
+        task = json.loads(sys.stdin.read()) if args.task == "-" else args.task
+    except ValueError as error:
+        raise ConfigError(f"--task -: standard input is not JSON: {error}") from error
     if args.store is None:
         return await play(task, options)
     async with open_store(args.store, create=True) as storage:
         return await play(task, options, storage=storage)
-
-
-def _source(task: str) -> GivenTask:
-    if task != "-":
-        return task
-    try:
-        row = json.loads(sys.stdin.read())
-    except ValueError as error:
-        raise ConfigError(f"--task -: standard input is not JSON: {error}") from error
-    if not isinstance(row, dict):
-        raise ConfigError("--task -: standard input must be one JSON object, the task")
-    return row
 
 
 def _refused(error: RLError) -> int:

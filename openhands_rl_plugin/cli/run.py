@@ -26,7 +26,7 @@ import sys
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from openhands_rl_plugin.cli.options import add_settings, positive
 from openhands_rl_plugin.cli.terminal import ENDING
@@ -35,12 +35,11 @@ from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.config.toml import OwnWork, changed, work_of
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.messages import one_line, visible
-from openhands_rl_plugin.core.protocols import TrajectoryStorage
-from openhands_rl_plugin.core.records import EpisodeGrowth, TrajectoryFilter
-from openhands_rl_plugin.core.types import EpisodeRequest, Message, Node
+from openhands_rl_plugin.core.records import TrajectoryFilter
+from openhands_rl_plugin.core.types import EpisodeRequest, Message
 from openhands_rl_plugin.hosts.command import record_command
-from openhands_rl_plugin.hosts.pool import local_runner, task_attempts
-from openhands_rl_plugin.hosts.shared.sessions import group_summary, judged, run_summary
+from openhands_rl_plugin.hosts.pool import run_attempts, task_attempts
+from openhands_rl_plugin.hosts.shared.sessions import group_summary, run_summary
 from openhands_rl_plugin.models.engines.openai_wire import parse_object
 
 PATIENCE = 35.0
@@ -54,8 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     task.add_argument("-t", "--task", metavar="TEXT", help="what is to be done")
     text = "a file with the task; -: standard input"
     task.add_argument("-f", "--file", dest="task", type=_text_of, metavar="FILE", help=text)
-    folder = "folder that the agent works in (default: this one)"
-    parser.add_argument("--workspace", type=Path, default=Path(), metavar="DIR", help=folder)
+    parser.add_argument("--workspace", type=Path, default=Path(), metavar="DIR", help="folder that the agent works in")
     parser.add_argument("--create", action="store_true", help="make the folder of --workspace where there is none")
     several = "roll out the task so many times, each in a copy of the folder: a group that can be trained on"
     parser.add_argument("--attempts", type=positive, default=1, metavar="COUNT", help=several)
@@ -106,17 +104,14 @@ async def _recorded(
 ) -> int:
     """Run the command or the ``attempts`` into the storage, and print what was recorded. Returns the exit code."""
     storage, code = open_storage(settings), 0
+    if len(attempts) > 1:
+        _show(f"{len(attempts)} attempts, in {', '.join(str(options.folder) for _, options in attempts)}")
     try:
         if args.agent:
             by_strategy = not {"rollout_strategy", "max_turns"}.isdisjoint(changed(args.set))
             code = await record_command(args.agent, args.workspace, work, storage, run_id, by_strategy=by_strategy)
-        for request, options in attempts:
-            if len(attempts) > 1:
-                _show(f"attempt {request.sample + 1} of {len(attempts)}, in {options.folder}")
-            runner = local_runner(settings, options, storage=cast(TrajectoryStorage, _Watched(storage)))
-            trajectory = await runner.run(request)
-            await judged(storage, trajectory, settings.reward)
-            code |= trajectory.failure is not None
+        elif not await run_attempts(settings, attempts, storage, _show_answer):
+            code = 1
     finally:
         recorded = [each async for each in storage.find(TrajectoryFilter(run_id=run_id, finished=None))]
         await storage.close()
@@ -127,23 +122,6 @@ async def _recorded(
     if not recorded:
         _show("nothing was recorded: the command did not send a completion to the address in OPENAI_BASE_URL")
     return code
-
-
-class _Watched:
-    """The storage of an episode whose answers are printed when the agent acts on them."""
-
-    def __init__(self, storage: TrajectoryStorage) -> None:
-        self._storage, self._nodes, self._head = storage, list[Node](), cast(int | None, None)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._storage, name)
-
-    async def grow(self, growth: EpisodeGrowth) -> None:
-        await self._storage.grow(growth)
-        self._nodes += growth.nodes
-        if growth.head is not None and growth.head != self._head and self._nodes[growth.head].sampled:
-            _show_answer(self._nodes[growth.head].message)
-        self._head = growth.head
 
 
 def _show_answer(answer: Message) -> None:

@@ -45,7 +45,7 @@ RESUME = "finished scores are kept; the same command goes on with the rest"
 _WITHDRAW = "none"
 
 
-def _score(text: str) -> str:
+def score(text: str) -> str:
     return text if text == _WITHDRAW else str(finite(text))
 
 
@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     what.add_argument("--verifier", metavar="DIR", help="folder of a version trained by `train --verifier`")
     value = "your own score of the episodes of --id: 1 solved, 0 not, or any number; none withdraws the last one"
-    what.add_argument("--value", type=_score, metavar="REWARD", help=value)
+    what.add_argument("--value", type=score, metavar="REWARD", help=value)
     what.add_argument("--better-than", metavar="ID", help="keep that --id is better than this attempt at the same task")
     own = "an episode's id, or a unique prefix of it (may be repeated)"
     parser.add_argument("--id", action="append", dest="ids", default=[], metavar="ID", help=own)

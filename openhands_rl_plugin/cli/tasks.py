@@ -58,25 +58,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Make, check or list; exit code 1 when a task does not pass the gate. Raises ``RLError``."""
-    if args.what == "make":
-        return _make(args)
-    return ENDING.run(_check(args)) if args.what == "check" else _list(args)
+    if args.what == "list":
+        return _list(args)
+    args.cache = args.cache or default_cache()
+    return _make(args) if args.what == "make" else ENDING.run(_check(args))
 
 
 def _make(args: argparse.Namespace) -> int:
-    cache = args.cache or default_cache()
     given = {name: getattr(args, name) for name in ("seed", "python", "timeout", "requirements", "tests")}
     match = re.fullmatch(r"(.+?)(?:@([^@/:]+(?:/[^@:]+)?))?", args.source)
-    source = find_source(match[1] if match else args.source, (match and match[2]) or "HEAD", cache)
+    source = find_source(match[1] if match else args.source, (match and match[2]) or "HEAD", args.cache)
     plan = checked(TaskPlan, {**given, "source": source, "wanted": args.per_package})
     with progress_bar("making", args.per_package) as bar:
-
-        def on_tried(made: int, reason: str) -> None:
-            bar.update(made, note=reason or "made one")
-            if not bar.drawn:
-                bar.print(f"{made} of {args.per_package} tasks; {reason or 'made one'}")
-
-        count = ENDING.run(make_tasks(plan, args.out, cache, on_tried))
+        making = make_tasks(plan, args.out, args.cache, lambda made, why: bar.update(made, note=why or "made one"))
+        count = ENDING.run(making)
     print(f"{args.out}: {count} of {args.per_package} tasks")
     return 0
 

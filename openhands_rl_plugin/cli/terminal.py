@@ -6,11 +6,9 @@ safe: runs, stores and adapters survive ``kill -9``, and children end with their
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import os
 import re
-import shlex
 import signal
 import threading
 import warnings
@@ -95,11 +93,6 @@ _LOGIN = re.compile(r"/([^\s/:@'\"]*):[^\s/@'\"]+@")
 def sayable(text: str) -> str:
     """What others wrote, for a terminal or a log: errors repeat URLs with passwords, and what servers echo."""
     return visible(redact_text(_LOGIN.sub(rf"/\1:{REDACTED}@", text)))
-
-
-def typed(args: argparse.Namespace) -> str:
-    """The command line, without secrets."""
-    return sayable(shlex.join(args.words))
 
 
 def wait_until_stopped() -> None:

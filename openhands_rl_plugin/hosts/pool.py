@@ -25,7 +25,7 @@ import tempfile
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Awaitable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from functools import partialmethod
 from pathlib import Path
@@ -46,11 +46,17 @@ from openhands_rl_plugin.core.errors import (
     from_extra,
 )
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
-from openhands_rl_plugin.core.records import trajectory_id
-from openhands_rl_plugin.core.types import EpisodeRequest, Failure, FailureKind, StopReason, Trajectory
+from openhands_rl_plugin.core.records import EpisodeGrowth, trajectory_id
+from openhands_rl_plugin.core.types import EpisodeRequest, Failure, FailureKind, Message, Node, StopReason, Trajectory
 from openhands_rl_plugin.environments.workspace.copies import copy_tree
 from openhands_rl_plugin.environments.workspace.task_workspace import TaskWorkspace
-from openhands_rl_plugin.hosts.shared.sessions import RL_AGENT, EnvironmentSessions, HostOptions, check_engine_setting
+from openhands_rl_plugin.hosts.shared.sessions import (
+    RL_AGENT,
+    EnvironmentSessions,
+    HostOptions,
+    check_engine_setting,
+    judged,
+)
 from openhands_rl_plugin.rollout.journal import stored_episode
 from openhands_rl_plugin.rollout.session import failed_episode
 
@@ -117,6 +123,42 @@ def task_attempts(
         request = sessions.own_request(settings, asked, run_id, run_id, sample=sample, served_model=served)
         attempts.append((request, HostOptions(environment_mode=False, llm=work.llm, folder=folder)))
     return settings, attempts
+
+
+class _Watched:
+    """The storage of an episode that shows its answers when the agent acts on them."""
+
+    def __init__(self, storage: TrajectoryStorage, show: Callable[[Message], object]) -> None:
+        self._storage, self._show, self._nodes, self._head = storage, show, list[Node](), cast(int | None, None)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._storage, name)
+
+    async def grow(self, growth: EpisodeGrowth) -> None:
+        await self._storage.grow(growth)
+        self._nodes += growth.nodes
+        if growth.head is not None and growth.head != self._head and self._nodes[growth.head].sampled:
+            self._show(self._nodes[growth.head].message)
+        self._head = growth.head
+
+
+async def run_attempts(
+    settings: RLSettings,
+    attempts: Sequence[tuple[EpisodeRequest, HostOptions]],
+    storage: TrajectoryStorage,
+    show: Callable[[Message], object],
+) -> bool:
+    """Run what ``task_attempts`` returned, one after the other, and judge it by the reward's command, if it has one.
+
+    ``show`` gets each completion when the agent acts on it. Returns whether no attempt failed.
+    """
+    failures: list[Failure | None] = []
+    for request, options in attempts:
+        runner = local_runner(settings, options, storage=cast(TrajectoryStorage, _Watched(storage, show)))
+        trajectory = await runner.run(request)
+        await judged(storage, trajectory, settings.reward)
+        failures.append(trajectory.failure)
+    return not any(failures)
 
 
 def _copies(workspace: Path, settings: RLSettings, attempts: int) -> list[Path]:

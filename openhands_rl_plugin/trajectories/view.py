@@ -98,11 +98,6 @@ class ProgressBar:
         self._progress = progress
         self._task = progress.add_task(what, total=total, note="")
 
-    @property
-    def drawn(self) -> bool:
-        """Whether stderr is a terminal."""
-        return not self._progress.disable
-
     def update(self, done: int, total: int | None = None, *, what: str | None = None, note: str | None = None) -> None:
         """Move the bar to ``done``. ``what`` is the text before it, ``note`` the one after it."""
         self._progress.update(self._task, completed=done, total=total, description=what, note=note or "")

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 
 from openhands_rl_plugin.apps.serving import given_weights
 from openhands_rl_plugin.cli.options import checked, natural, positive
-from openhands_rl_plugin.cli.terminal import silence_libraries, typed
+from openhands_rl_plugin.cli.terminal import silence_libraries
 from openhands_rl_plugin.core.errors import from_extra
 from openhands_rl_plugin.models.generator.threads import prepare_threads
 
@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
                 shutil.rmtree(directory / name, ignore_errors=True)
         if args.tiny:
             print(_TOO_SMALL, flush=True)
-        return _play(options, typed(args))
+        return _play(options, args.typed)
 
 
 def _options(args: argparse.Namespace, directory: Path) -> DemoOptions | RepairOptions:
