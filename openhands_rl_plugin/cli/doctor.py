@@ -192,7 +192,6 @@ def _init(args: argparse.Namespace, file: Path) -> int:
             opened.write(text)
     except OSError as error:
         raise ConfigError(f"{file} cannot be written: {error.strerror}; it stays as it is") from error
-    load_settings(file)
     options = shlex.join(["--config", str(file), "--workspace", args.workspace])
     print(f"wrote {file}; start the model's server, then:\n  openhands-rl run {options} -t 'What is to be done'")
     return 0

@@ -48,23 +48,9 @@ from openhands_rl_plugin.config.host import agent_named, host_of
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.core.errors import ConfigError, UsageError
 from openhands_rl_plugin.core.types import PolicyRef
+from openhands_rl_plugin.evals.runs import run_files
 from openhands_rl_plugin.evals.runs.evaluate import STORE, evaluate, options_of, process_count
 from openhands_rl_plugin.evals.runs.plan import EvaluationPlan, evaluated_settings, llm_section, select
-from openhands_rl_plugin.evals.runs.run_files import (
-    Comparison,
-    EvaluationFigures,
-    Outcome,
-    check_same_settings,
-    compare,
-    comparison_rows,
-    figures_of,
-    finished_instances,
-    json_object,
-    metadata_of,
-    read_runs,
-    rows_of,
-    write_json_report,
-)
 from openhands_rl_plugin.evals.runs.suites import ENVIRONMENT, EvalTask, environment_tasks, find_suite, swe_tasks
 from openhands_rl_plugin.evals.swe.instances import UNKNOWN, VerdictKind
 from openhands_rl_plugin.hosts.shared.sessions import RL_AGENT
@@ -163,7 +149,7 @@ async def _evaluate(args: argparse.Namespace, plan: EvaluationPlan) -> None:
     async with open_store(store, create=True) as storage:
         with progress_bar("evaluating") as bar:
 
-            def started(left: int) -> Callable[[Outcome], None]:
+            def started(left: int) -> Callable[[run_files.Outcome], None]:
                 serving = plan.settings.serving
                 if left:  # refuses what all episodes would fail of
                     check_model_server(serving.base_url, plan.model, serving.api_key())
@@ -172,7 +158,7 @@ async def _evaluate(args: argparse.Namespace, plan: EvaluationPlan) -> None:
                 bar.update(0, left)
                 return finished
 
-            def finished(outcome: Outcome) -> None:
+            def finished(outcome: run_files.Outcome) -> None:
                 bar.print(f"{outcome.instance_id}  {outcome.kind.value}  ({outcome.seconds:.1f} s)")
                 bar.advance()
 
@@ -203,45 +189,48 @@ def _describe(plan: EvaluationPlan, args: argparse.Namespace) -> list[str]:
         *([] if suite.software else [f"  resolved by {plan.success}"]),
     ]
     for run in plan.each_run():
-        check_same_settings(plan, run)
-        folder, noted = plan.run_directory(run), json_object(metadata_of(plan, run, 0.0)["details"])
-        lines.append(
-            f"  run {run.index}: temperature {noted['temperature']:g}, {len(finished_instances(folder))} done, {folder}"
-        )
+        run_files.check_same_settings(plan, run)
+        folder, noted = plan.run_directory(run), run_files.json_object(run_files.metadata_of(plan, run, 0.0)["details"])
+        done = len(run_files.finished_instances(folder))
+        lines.append(f"  run {run.index}: temperature {noted['temperature']:g}, {done} done, {folder}")
     return lines
 
 
 def _read(args: argparse.Namespace) -> int:
     """Report or compare finished runs. Raises ``RLError`` when a run or the store cannot be read."""
-    sides = [read_runs(tuple(paths)) for paths in (args.report and [args.report]) or [[each] for each in args.compare]]
-    comparison, runs = compare(*sides) if args.compare else None, [run for side in sides for run in side]
-    groups = figures_of(runs)
+    together = [args.report] if args.report else [[each] for each in args.compare]
+    sides = [run_files.read_runs(tuple(paths)) for paths in together]
+    comparison, runs = run_files.compare(*sides) if args.compare else None, [run for side in sides for run in side]
+    groups = run_files.figures_of(runs)
     _print_tables(groups, comparison)
     if args.out is not None:
-        write_json_report(args.out, groups, comparison)
+        run_files.write_json_report(args.out, groups, comparison)
         if (writer := report_writer()) is not None:
             writer.write_evaluation_report(args.out, runs, comparison)
     return 0
 
 
-def _print_tables(groups: Sequence[EvaluationFigures], comparison: Comparison | None = None) -> None:
+def _print_tables(
+    groups: Sequence[run_files.EvaluationFigures], comparison: run_files.Comparison | None = None
+) -> None:
     """Print a table with a column for each group of runs, and the comparison."""
-    lines = [(rows[0][0], *(value for _, value in rows)) for rows in zip(*map(rows_of, groups), strict=True)]
+    columns = [run_files.rows_of(each) for each in groups]
+    lines = [(rows[0][0], *(value for _, value in rows)) for rows in zip(*columns, strict=True)]
     console().print(table(("", *(f"({at})" for at in range(1, len(groups) + 1))), lines))
     if comparison is not None:
-        console().print(table(("comparison", ""), comparison_rows(comparison)))
+        console().print(table(("comparison", ""), run_files.comparison_rows(comparison)))
 
 
 def _report(plan: EvaluationPlan, *, graded: bool) -> int:
     """Print the results; exit code 1 when they say nothing about the agent. ``graded``: verdicts were wanted."""
     directories = tuple(plan.run_directory(run) for run in plan.each_run())
-    runs = read_runs(directories)
-    _print_tables(figures_of(runs))
+    runs = run_files.read_runs(directories)
+    _print_tables(run_files.figures_of(runs))
     print("\n".join(str(directory) for directory in directories))
     outcomes = [outcome for run in runs for outcome in run.outcomes]
     expected = set() if graded else {VerdictKind.UNGRADED}
     unknown = [outcome for outcome in outcomes if outcome.kind in UNKNOWN - expected]
     if unknown:
-        why = sayable(f": {unknown[0].reason or unknown[0].kind.value}")
-        print(f"{len(unknown)} of {len(outcomes)} attempts say nothing about the agent{why}", file=sys.stderr)
+        why = sayable(unknown[0].reason or unknown[0].kind.value)
+        print(f"{len(unknown)} of {len(outcomes)} attempts say nothing about the agent: {why}", file=sys.stderr)
     return int(len(unknown) == len(outcomes))

@@ -44,9 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help=out)
     add_repositories(parser)
     parser.add_argument("--workers", type=positive, default=1, metavar="INSTANCES", help="instances graded at a time")
-    parser.add_argument(
-        "--timeout", type=positive, default=1800, metavar="SECONDS", help="for the tests of an instance"
-    )
+    parser.add_argument("--timeout", type=positive, default=1800, metavar="SECONDS", help="for an instance's tests")
     parser.add_argument("--run-id", default="run", metavar="NAME", help="in the names of reports and the logs' folder")
     parser.add_argument("--ids", nargs="+", default=[], metavar="ID", help="only these ids or patterns ('psf__*')")
     parser.add_argument("--network", action="store_true", help="let tests use the network")
@@ -71,16 +69,8 @@ async def run(args: argparse.Namespace) -> int:
             bar.print(f"{who}  {verdict.kind.value}{why}  ({verdict.seconds:.1f} s)")
             bar.advance()
 
-        verdicts, reports = await grade_all(
-            backend,
-            instances,
-            predictions,
-            args.out,
-            run_id=args.run_id,
-            workers=args.workers,
-            timeout=args.timeout,
-            on_verdict=show,
-        )
+        given = {"run_id": args.run_id, "workers": args.workers, "timeout": args.timeout, "on_verdict": show}
+        verdicts, reports = await grade_all(backend, instances, predictions, args.out, **given)
     print(f"{summary(verdicts)}\n" + "\n".join(map(str, reports)))
     if failed := [each for each in verdicts.values() if each.kind is VerdictKind.INFRASTRUCTURE]:
         print(sayable(f"{len(failed)} of {len(verdicts)} have no verdict: {failed[0].reason}"), file=sys.stderr)
