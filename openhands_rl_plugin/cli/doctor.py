@@ -16,6 +16,7 @@ import os
 import shlex
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import aclosing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,14 +31,14 @@ from openhands_rl_plugin.config.host import V0_PACKAGE, V1_PACKAGES, host_of, ve
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.config.toml import DEFAULT_FILE, has_settings, load_settings, starting_config
 from openhands_rl_plugin.core.errors import ConfigError, RLError
-from openhands_rl_plugin.core.messages import visible
+from openhands_rl_plugin.core.messages import one_line, visible
 from openhands_rl_plugin.core.records import TrajectoryFilter
 from openhands_rl_plugin.core.types import Message, SamplingParams
 from openhands_rl_plugin.environments.workspace.sandbox import find_bubblewrap
 from openhands_rl_plugin.models.engines.client import OpenAIEngine, check_model_server, served_base
 from openhands_rl_plugin.trajectories.view import console, drift_of, load_tokenizer, print_json, table
 
-_SECONDS, _OWN = 60.0, "openhands_rl_plugin"
+_SECONDS, _LONGEST, _OWN = 60.0, 300, "openhands_rl_plugin"
 _STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 
 
@@ -79,10 +80,9 @@ async def _model_server(settings: RLSettings) -> str:
     key = settings.serving.api_key()
     model = settings.serving.model or served_base(url, "", key, _SECONDS).id
     check_model_server(url, model, key)
-    engine = OpenAIEngine(model, url, key, timeout=_SECONDS, retries=0)
     question = [Message(role="user", content="Say yes.")]
-    (completion,) = await engine.complete(question, sampling=SamplingParams(max_tokens=1))
-    await engine.aclose()
+    async with aclosing(OpenAIEngine(model, url, key, timeout=_SECONDS, retries=0)) as engine:
+        (completion,) = await engine.complete(question, sampling=SamplingParams(max_tokens=1))
     if completion.tokens is None or completion.tokens.logprobs is None:
         missing = f"{url}: completions of {model} have no token ids, or no logprobs"
         raise ConfigError(f"{missing}; training needs both, which vLLM and `openhands-rl serve` report")
@@ -121,7 +121,7 @@ async def check_all(config: Path | None) -> AsyncIterator[tuple[str, str, str]]:
             if found := await check(settings):
                 yield "ok", what, found
         except RLError as error:
-            yield level, what, f"{error}; {remedy}"
+            yield level, what, f"{one_line(str(error), _LONGEST)}; {remedy}"
 
 
 def print_drift(out: Console, report: Mapping[str, Any]) -> None:
