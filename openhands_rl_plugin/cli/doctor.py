@@ -15,13 +15,11 @@ import argparse
 import os
 import shlex
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-from rich.console import Console
 from rich.text import Text
 
 from openhands_rl_plugin.apps.stores import open_store
@@ -36,7 +34,7 @@ from openhands_rl_plugin.core.records import TrajectoryFilter
 from openhands_rl_plugin.core.types import Message, SamplingParams
 from openhands_rl_plugin.environments.workspace.sandbox import find_bubblewrap
 from openhands_rl_plugin.models.engines.client import OpenAIEngine, check_model_server, served_base
-from openhands_rl_plugin.trajectories.view import console, drift_of, load_tokenizer, print_json, table
+from openhands_rl_plugin.trajectories.view import console, drift_of, load_tokenizer, print_drift, print_json
 
 _SECONDS, _LONGEST, _OWN = 60.0, 300, "openhands_rl_plugin"
 _STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
@@ -122,28 +120,6 @@ async def check_all(config: Path | None) -> AsyncIterator[tuple[str, str, str]]:
                 yield "ok", what, found
         except RLError as error:
             yield level, what, f"{one_line(str(error), _LONGEST)}; {remedy}"
-
-
-def print_drift(out: Console, report: Mapping[str, Any]) -> None:
-    """Print the causes in a table, the costliest first, then the setting against each, with examples."""
-    found = "{episodes:,} episodes, {turns:,} turns with token ids in {segments:,} segments".format_map(report)
-    tokens = "{tokens:,} tokens, {sampled_tokens:,} of them sampled".format_map(report)
-    out.print(Text(f"{found} ({report['segments_by_drift']:,} because of drift): {tokens}"))
-    if not report["causes"]:
-        none = "nothing to compare: `openhands-rl list STORE --by` says why turns have no token ids"
-        out.print(Text("every turn extends the one before", "green") if report["turns"] else Text(none, "yellow"))
-        return
-    columns, rows = ("cause", "breaks", "episodes", "tokens again", "of all"), []
-    for each in report["causes"]:
-        again = each["repeated_tokens"]
-        counts = f"{each['breaks']:,}", f"{each['episodes']:,}", f"{again:,}", f"{again / report['tokens']:.0%}"
-        rows.append((each["cause"], *counts))
-    out.print(table(columns, rows, numbers=columns[1:]))
-    for each in report["causes"]:
-        out.print(Text(f"\n{each['cause']}", "bold"))
-        out.print(Text(f"  set: {each['setting']}"), soft_wrap=True)
-        for example in each["examples"]:
-            out.print(Text(visible(f"  see: {example}"), "dim"), soft_wrap=True)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

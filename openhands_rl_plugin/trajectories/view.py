@@ -819,3 +819,25 @@ def _in_depth(turns: Sequence[Turn]) -> Iterator[tuple[Turn, int]]:
         yield turn, depth
         below = children.get(turn.node, [])
         waiting += ((child, depth + (len(below) > 1)) for child in reversed(below))
+
+
+def print_drift(out: Console, report: Mapping[str, Any]) -> None:
+    """Print the causes in a table, the costliest first, then the setting against each, with examples."""
+    found = "{episodes:,} episodes, {turns:,} turns with token ids in {segments:,} segments".format_map(report)
+    tokens = "{tokens:,} tokens, {sampled_tokens:,} of them sampled".format_map(report)
+    out.print(Text(f"{found} ({report['segments_by_drift']:,} because of drift): {tokens}"))
+    if not report["causes"]:
+        none = "nothing to compare: `openhands-rl list STORE --by` says why turns have no token ids"
+        out.print(Text("every turn extends the one before", "green") if report["turns"] else Text(none, "yellow"))
+        return
+    columns, rows = ("cause", "breaks", "episodes", "tokens again", "of all"), []
+    for each in report["causes"]:
+        again = each["repeated_tokens"]
+        counts = f"{each['breaks']:,}", f"{each['episodes']:,}", f"{again:,}", f"{again / report['tokens']:.0%}"
+        rows.append((each["cause"], *counts))
+    out.print(table(columns, rows, numbers=columns[1:]))
+    for each in report["causes"]:
+        out.print(Text(f"\n{each['cause']}", "bold"))
+        out.print(Text(f"  set: {each['setting']}"), soft_wrap=True)
+        for example in each["examples"]:
+            out.print(Text(visible(f"  see: {example}"), "dim"), soft_wrap=True)
