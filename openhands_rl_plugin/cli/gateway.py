@@ -25,8 +25,6 @@ from openhands_rl_plugin.apps.stores import storage_at
 from openhands_rl_plugin.cli.options import STORE_HELP, add_fields, add_settings, read_fields, settings_of
 from openhands_rl_plugin.cli.terminal import sayable
 from openhands_rl_plugin.config.build import open_storage
-from openhands_rl_plugin.config.rl import RLSettings
-from openhands_rl_plugin.core.protocols import TrajectoryStorage
 from openhands_rl_plugin.session.client_sessions import GatewayConfig
 from openhands_rl_plugin.session.gateway import running_gateway
 
@@ -50,16 +48,10 @@ async def run(args: argparse.Namespace) -> int:
     settings = settings_of(args) if args.config or args.set else None
     known = {"upstream": settings.serving.base_url} if settings and settings.serving.base_url else {}
     config = read_fields(args, GatewayConfig, known)
-    if settings is not None and args.store is None:
-        storage, where = open_storage(settings), f"the {settings.storage_backend} storage of [rl]"
-    else:
-        where = args.store or _STORE
-        storage = storage_at(where)
-    await _serve(config, storage, where, settings)
-    return 0
-
-
-async def _serve(config: GatewayConfig, storage: TrajectoryStorage, where: str, settings: RLSettings | None) -> None:
+    where = args.store or _STORE
+    storage = storage_at(where) if args.store or settings is None else open_storage(settings)
+    if not args.store and settings is not None:
+        where = f"the {settings.storage_backend} storage of [rl]"
     sys.setswitchinterval(_SWITCH_SECONDS)
     # Nearly all objects of a call are freed without a search for cycles, which would take a tenth of the time.
     gc.freeze()
@@ -73,3 +65,4 @@ async def _serve(config: GatewayConfig, storage: TrajectoryStorage, where: str, 
             print("ending the sessions", flush=True)
     finally:
         await storage.close()
+    return 0

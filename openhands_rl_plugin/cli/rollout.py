@@ -24,7 +24,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from contextlib import redirect_stdout
+from contextlib import nullcontext, redirect_stdout
 
 from openhands_rl_plugin.apps.rollout.play import play
 from openhands_rl_plugin.apps.rollout.rollout import PlayedRollout
@@ -79,9 +79,7 @@ async def _play(args: argparse.Namespace) -> PlayedRollout:
         task = json.loads(sys.stdin.read()) if args.task == "-" else args.task
     except ValueError as error:
         raise ConfigError(f"--task -: standard input is not JSON: {error}") from error
-    if args.store is None:
-        return await play(task, options)
-    async with open_store(args.store, create=True) as storage:
+    async with open_store(args.store, create=True) if args.store else nullcontext() as storage:
         return await play(task, options, storage=storage)
 
 
