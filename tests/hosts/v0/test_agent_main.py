@@ -1,4 +1,4 @@
-"""``python -m openhands.core.main -c RLAgent`` with a plain config.toml: three runs, started side by side."""
+"""``python -m openhands.core.main -c RLAgent`` with a config.toml: two runs, started side by side."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from scripted_model import EMPTY, LOGPROB, ScriptedModel, call, prompt_ids, reply, serve, stopped
+from scripted_model import EMPTY, LOGPROB, ScriptedModel, call, prompt_ids, reply, serve
 from small_shop import running_shop
 
 from openhands_rl_plugin import FileTrajectoryStorage, Trajectory
-from openhands_rl_plugin.core.types import FailureKind, StopReason
+from openhands_rl_plugin.core.types import StopReason
 
 # A run takes about ten seconds of processor time, nearly all of it to import OpenHands.
 PATIENCE = 240
@@ -39,7 +39,7 @@ enable_browser = false
 model = "openai/{model}"
 base_url = "{url}"
 api_key = "sk-very-secret"
-native_tool_calling = {native}
+native_tool_calling = true
 num_retries = 3
 retry_min_wait = 0
 retry_max_wait = 0
@@ -53,17 +53,10 @@ PLAIN = """
 max_turns = 9
 max_response_length = 321
 max_obs_length = 50
-env_server_base = "{shop}"
 storage = {{ path = "{folder}/trajectories" }}
 sampling = {{ temperature = 0.7, top_p = 0.9 }}
-"""
-
-JUDGED = (
-    PLAIN
-    + """
 reward = {{ name = "command", options = {{ command = "grep -c hello greeting.txt", result = "last-line" }} }}
 """
-)
 
 LAYERED = """
 [agent.RLAgent]
@@ -76,6 +69,8 @@ type = "noop"
 [rl]
 max_turns = 7
 max_response_length = 111
+max_obs_length = 50
+env_server_base = "{shop}"
 rollout_strategy = "StandardReAct"
 [rl.storage]
 path = "{folder}/wrong"
@@ -112,7 +107,7 @@ def start(folder: Path, server: ScriptedModel, model: str, sections: str, **valu
     (folder / "workspace").mkdir(parents=True, exist_ok=True)
     (folder / "home").mkdir()
     log_level = values.pop("log_level", "INFO")
-    given = {"native": "true", "runtime": WORKSPACE, "shop": "http://127.0.0.1:1", **values}
+    given = {"runtime": WORKSPACE, "shop": "http://127.0.0.1:1", **values}
     text = (COMMON + sections).format(folder=folder, url=server.url, model=model, **given)
     (folder / "config.toml").write_text(text)
     environ = {
@@ -140,27 +135,19 @@ NATIVE = [
     ),
     reply("Done.", call("finish", {"message": "It is written."})),
 ]
-IN_PROMPT = [
-    stopped(
-        "Looking.\n<function=execute_bash>\n<parameter=command>echo one</parameter>\n"
-        "<parameter=security_risk>LOW</parameter>\n"
-    ),
-    reply("<function=no_such_tool>\n<parameter=x>1</parameter>\n"),
-]
-SHOPPING = [reply("Thought: I look for shoes.\nAction: search[shoes]")]
+SHOPPING = [reply("Thought: I look for shoes.\nAction: search[shoes]"), reply("Action: search[socks]")]
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> Iterator[dict[str, Run]]:
-    folders = {name: tmp_path_factory.mktemp(name) for name in ("plain", "layered", "shopping")}
+    folders = {name: tmp_path_factory.mktemp(name) for name in ("plain", "layered")}
     with serve() as server, running_shop() as shop:
         server.script("policy-v000003", NATIVE)
-        server.script("tiny", IN_PROMPT)
         server.script("shopper", SHOPPING)
+        layered = {"runtime": ENVIRONMENT, "shop": shop, "log_level": "ERROR"}
         processes = {
-            "plain": start(folders["plain"], server, "policy-v000003", JUDGED),
-            "layered": start(folders["layered"], server, "tiny", LAYERED, native="false", log_level="ERROR"),
-            "shopping": start(folders["shopping"], server, "shopper", PLAIN, runtime=ENVIRONMENT, shop=shop),
+            "plain": start(folders["plain"], server, "policy-v000003", PLAIN),
+            "layered": start(folders["layered"], server, "shopper", LAYERED, **layered),
         }
         try:
             for process in processes.values():
@@ -169,7 +156,7 @@ def runs(tmp_path_factory) -> Iterator[dict[str, Run]]:
             for process in processes.values():
                 process.kill()
                 process.wait()
-        models = {"plain": "policy-v000003", "layered": "tiny", "shopping": "shopper"}
+        models = {"plain": "policy-v000003", "layered": "shopper"}
         yield {
             name: Run(folder, (folder / "output.txt").read_text(), server.requests[models[name]])
             for name, folder in folders.items()
@@ -287,8 +274,8 @@ def test_every_attempt_is_on_record_with_its_policy_and_without_secrets(runs):
     assert {(node.policy.adapter, node.policy.version) for node in nodes if node.policy} == {("policy", 3)}
 
 
-def test_environment_runtime_makes_it_an_episode_of_the_environment_which_a_refusal_ends(runs):
-    trajectory, (first, second) = runs["shopping"].trajectory, runs["shopping"].requests
+def test_environment_runtime_makes_it_an_episode_of_the_environment(runs):
+    trajectory, (first, second) = runs["layered"].trajectory, runs["layered"].requests
     assert "return_token_ids" in second
     assert trajectory.task.environment == "webshop"
     assert [message["role"] for message in first["messages"]] == ["system", "user"]
@@ -297,9 +284,7 @@ def test_environment_runtime_makes_it_an_episode_of_the_environment_which_a_refu
     assert "tools" not in first and trajectory.tools == ()
     assert all(len(text(message)) < 250 for message in second["messages"][1:]), "cut to max_obs_length"
     answer = trajectory.nodes[sampled(trajectory)[0]]
-    assert answer.reward == 0.0 and trajectory.usage.steps == 1
-    assert trajectory.stop is StopReason.ERROR and trajectory.failure is not None
-    assert trajectory.failure.kind is FailureKind.MODEL and "no more script" in trajectory.failure.message
+    assert answer.reward == 0.0 and trajectory.failure is None
 
 
 def test_the_last_line_names_what_was_recorded(runs):
@@ -308,8 +293,6 @@ def test_the_last_line_names_what_was_recorded(runs):
     tail = line[line.index("recorded in") :]
     assert tail.startswith(f"recorded in {store} as {known.id[:8]}: 4 completions; token ids: yes; reward: 1; ")
     assert tail.endswith(f"; openhands-rl show {store} {known.id[:8]}")
-    (line,) = (line for line in runs["shopping"].output.splitlines() if "recorded in" in line)
-    assert "; failed, so never trained on (model: " in line
 
 
 def text(message: dict) -> str:
