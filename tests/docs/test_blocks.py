@@ -146,6 +146,6 @@ def test_commands_are_commands(line: str) -> None:
 
 
 def _alone(words: list[str]) -> list[str]:
-    """The words of the first command: up to a pipe or a redirection."""
-    ends = [at for at, word in enumerate(words) if word in ("|", ">", ">>", "2>", "&&", ";")]
-    return words[: ends[0]] if ends else words
+    """The words of the first command: up to a pipe or a redirection. A file that parsing reads is one that exists."""
+    end = next((at for at, word in enumerate(words) if word in ("|", ">", ">>", "2>", "&&", ";")), None)
+    return [str(README) if word == "task.md" else word for word in words[:end]]
