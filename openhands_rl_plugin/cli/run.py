@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     task = parser.add_mutually_exclusive_group()
     task.add_argument("-t", "--task", metavar="TEXT", help="what is to be done")
     text = "a file with the task; -: standard input"
-    task.add_argument("-f", "--file", dest="task", type=_text_of, metavar="FILE", help=text)
+    task.add_argument("-f", "--file", metavar="FILE", help=text)
     parser.add_argument("--workspace", type=Path, default=Path(), metavar="DIR", help="folder that the agent works in")
     parser.add_argument("--create", action="store_true", help="make the folder of --workspace where there is none")
     several = "roll out the task so many times, each in a copy of the folder: a group that can be trained on"
@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
 
     Raises ``ConfigError``.
     """
-    task = (args.task or "").strip()
+    task = (_text_of(args.file) if args.file else args.task or "").strip()
     if bool(task) == bool(args.agent) or (args.agent and args.attempts > 1):
         raise ConfigError("give either a task (-t TEXT, -f FILE) or a command after --, which has no --attempts")
     if args.create:
