@@ -167,7 +167,7 @@ def test_an_address_runs_nothing(where: str, tmp_path: Path):
 def test_one_place_starts_git():
     """The others run inside of sandboxes: for a row's own scripts, and started by ``git.py`` for a session's patch."""
     texts = {str(file.relative_to(PACKAGE)): file.read_text() for file in PACKAGE.rglob("*.py")}
-    found = {name for name, text in texts.items() if '["git", ' in text}
+    found = {name for name, text in texts.items() if '["git", ' in text or '("git",)' in text}
     assert found == {"evals/swe/shim/installing.py", "environments/workspace/recorder.py"}
     runs = {name for name, text in texts.items() if "exec git " in text}
     assert runs == {"environments/workspace/git.py"}
