@@ -34,11 +34,9 @@ from openhands_rl_plugin.cli.terminal import sayable
 from openhands_rl_plugin.config.registry import build
 from openhands_rl_plugin.config.toml import changed
 from openhands_rl_plugin.core.errors import ConfigError
-from openhands_rl_plugin.core.judgements import asked_in_common
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
 from openhands_rl_plugin.core.records import LabelKind
-from openhands_rl_plugin.core.types import StopReason
-from openhands_rl_plugin.rollout.scoring import add_label, give_score, rescore
+from openhands_rl_plugin.rollout.scoring import add_label, check_judged, give_score, rescore
 from openhands_rl_plugin.trajectories.view import find_episode, progress_bar
 
 RESUME = "finished scores are kept; the same command goes on with the rest"
@@ -95,22 +93,16 @@ async def _by_hand(args: argparse.Namespace, storage: TrajectoryStorage) -> int:
     """Give ``--value`` to the episodes of ``--id``, or keep that they are better than that of ``--better-than``."""
     # All are looked up first, so that a wrong id leaves nothing half done.
     found = [(await find_episode(storage, each))[0] for each in [*args.ids, *filter(None, [args.better_than])]]
-    for episode in found:
-        if episode.stop is StopReason.UNFINISHED or episode.failure is not None:
-            why = f"failed ({episode.failure.kind})" if episode.failure is not None else "has not ended yet"
-            raise ConfigError(f"{episode.id} {why}: no judgement of it would count")
-    if not args.better_than:
-        value = None if args.value == _WITHDRAW else float(args.value)
-        for episode in found:
+    others = found[len(args.ids) :]
+    for episode in found[: len(args.ids)]:
+        check_judged(episode, *others)
+    value = None if args.value in (None, _WITHDRAW) else float(args.value)
+    for episode in found[: len(args.ids)]:
+        for other in others:
+            given = {"value": 1.0, "other": other.id, "text": args.note, "author": args.author}
+            await add_label(storage, episode.id, LabelKind.PREFERENCE, **given)
+            print(f"{episode.id}: better than {other.id}")
+        if not others:
             await give_score(storage, episode.id, value, note=args.note, author=args.author)
             print(f"{episode.id}: {'score withdrawn' if value is None else f'{value:g}'}")
-        return 0
-    *better, other = found
-    for episode in better:
-        if episode.id == other.id or asked_in_common(episode.task) != asked_in_common(other.task):
-            raise ConfigError(f"{episode.id} and {other.id} are not two attempts at one task, which can be compared")
-    for episode in better:
-        given = {"value": 1.0, "other": other.id, "text": args.note, "author": args.author}
-        await add_label(storage, episode.id, LabelKind.PREFERENCE, **given)
-        print(f"{episode.id}: better than {other.id}")
     return 0

@@ -10,10 +10,10 @@ from itertools import batched
 from typing import Any, Protocol, runtime_checkable
 
 from openhands_rl_plugin.core.errors import CaughtFailure, ConfigError, GraderError, boundary
-from openhands_rl_plugin.core.judgements import VERDICT, standing
+from openhands_rl_plugin.core.judgements import VERDICT, asked_in_common, standing
 from openhands_rl_plugin.core.protocols import Reward, TrajectoryStorage
 from openhands_rl_plugin.core.records import Label, LabelKind, TrajectoryFilter, WorkspaceCommand, sub_agent_of
-from openhands_rl_plugin.core.types import Failure, FailureKind, JsonObject, Score, Trajectory
+from openhands_rl_plugin.core.types import Failure, FailureKind, JsonObject, Score, StopReason, Trajectory
 
 
 @runtime_checkable
@@ -216,6 +216,17 @@ async def _by_task(storage: TrajectoryStorage, where: TrajectoryFilter) -> list[
 
 _BEHIND = "label"
 """In the detail of a score by hand: the id of the verdict behind it."""
+
+
+def check_judged(*attempts: Trajectory) -> None:
+    """Raises ``ConfigError`` where a judgement of one would not count, or several cannot be compared."""
+    for each in attempts:
+        if each.stop is StopReason.UNFINISHED or each.failure is not None:
+            why = f"failed ({each.failure.kind})" if each.failure is not None else "has not ended yet"
+            raise ConfigError(f"{each.id} {why}: no judgement of it would count")
+    tasks = {asked_in_common(each.task) for each in attempts}
+    if len(tasks) > 1 or len({each.id for each in attempts}) < len(attempts):
+        raise ConfigError(f"{attempts[0].id} and {attempts[-1].id} are not two attempts at one task")
 
 
 async def give_score(

@@ -14,11 +14,10 @@ from starlette.responses import Response
 
 from openhands_rl_plugin.contrib.studio.replies import columns, number, reply, whole
 from openhands_rl_plugin.contrib.studio.sources import EpisodeShelf, Opened, StudioSources, read_episode
-from openhands_rl_plugin.core.errors import unknown_name
+from openhands_rl_plugin.core.errors import ConfigError, unknown_name
 from openhands_rl_plugin.core.judgements import (
     ALIKE,
     OPINIONS,
-    asked_in_common,
     opinions_of,
     standing,
     verdict_word,
@@ -26,8 +25,8 @@ from openhands_rl_plugin.core.judgements import (
 from openhands_rl_plugin.core.messages import transcript_nodes
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
 from openhands_rl_plugin.core.records import Label, LabelKind, TrajectoryFilter, TrajectoryOrder, TrajectorySummary
-from openhands_rl_plugin.core.types import Bounded, Frozen, JsonObject, StopReason, Trajectory
-from openhands_rl_plugin.rollout.scoring import add_label, withdraw
+from openhands_rl_plugin.core.types import Bounded, Frozen, JsonObject, Trajectory
+from openhands_rl_plugin.rollout.scoring import add_label, check_judged, withdraw
 
 MOST_ROWS = 1000
 _ROWS = 100
@@ -267,16 +266,8 @@ class LabelResource:
             if asked.tokens is not None and (tokens is None or asked.tokens[1] > len(tokens.sampled_ids)):
                 raise HTTPException(400, "the node has not so many sampled tokens")
         if asked.kind in (LabelKind.VERDICT, LabelKind.PREFERENCE):
-            _check_counts(trajectory)
-        if asked.kind is LabelKind.PREFERENCE:
-            other = (await read_episode(storage, asked.other or "")).trajectory
-            _check_counts(other)
-            if asked_in_common(trajectory.task) != asked_in_common(other.task):
-                raise HTTPException(400, "the two are of two tasks: only attempts at one task can be compared")
-
-
-def _check_counts(trajectory: Trajectory) -> None:
-    if trajectory.stop is StopReason.UNFINISHED:
-        raise HTTPException(400, f"{trajectory.id[:80]} has not ended yet: judge it when it has")
-    if trajectory.failure is not None:
-        raise HTTPException(400, f"{trajectory.id[:80]} failed ({trajectory.failure.kind}), so that it would not count")
+            compared = [asked.other or ""] if asked.kind is LabelKind.PREFERENCE else []
+            try:
+                check_judged(trajectory, *[(await read_episode(storage, each)).trajectory for each in compared])
+            except ConfigError as error:
+                raise HTTPException(400, str(error)) from error
