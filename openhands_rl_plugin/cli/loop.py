@@ -27,26 +27,19 @@ adapters in [rl.serving] adapters_path, and the state of the run in --run-dir.
 from __future__ import annotations
 
 import argparse
-import os
 import time
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from openhands_rl_plugin.apps.serving import BASE, find_version, given_weights, served_policy, served_suite
 from openhands_rl_plugin.cli import options
 from openhands_rl_plugin.cli.options import add_option, checked, given_fields, settings_of
 from openhands_rl_plugin.cli.terminal import ENDING, sayable, silence_libraries
-from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.core.errors import from_extra
 from openhands_rl_plugin.models.adapters.store import AdapterStore
 from openhands_rl_plugin.models.generator.threads import prepare_threads
 
-if TYPE_CHECKING:
-    from openhands_rl_plugin.apps.loop.run import LoopJob
-    from openhands_rl_plugin.apps.loop.tasks import LoopTasks
-
+EPISODES = ("timeout", "processes", "test_timeout", "native_tool_calling")
 RESUME = "finished stages are kept, and the same command continues"
 
 
@@ -74,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
     with from_extra("openhands"):
         from openhands_rl_plugin.apps.loop.checks import check_trainable, claim, forget, identity_of
         from openhands_rl_plugin.apps.loop.reporting import ProgressListener
-        from openhands_rl_plugin.apps.loop.run import plan_lines, run_loop
+        from openhands_rl_plugin.apps.loop.run import loop_job, plan_lines, run_loop
         from openhands_rl_plugin.apps.loop.tasks import TaskSource, loop_tasks
     from openhands_rl_plugin.evals.runs.run_files import held
     from openhands_rl_plugin.training.algorithms import check_start
@@ -102,32 +95,14 @@ def run(args: argparse.Namespace) -> int:
         settings = opened.enter_context(served_suite(settings, tasks.suite.name, directory))
         settings, model = opened.enter_context(served_policy(settings, args.model, directory))
         claim(directory, identity)  # where there is a server, so that a wrong address binds nothing
-        job = replace(loop_job(args, settings, model, tasks, directory), start=start)
+        given = {name: getattr(args, name) for name in EPISODES} | {"start": start, "command": args.typed}
+        backend = options.backend_of(args, [entry.instance for entry in tasks.entries])
+        job = loop_job(settings, tasks, model, directory, backend=backend, **given)
         result = ENDING.run(run_loop(job, listener))
     minutes, used = (time.monotonic() - started) / 60, result.state.adapter or "the base model"
     last = f"{minutes:.1f} minutes; in use: {used}; report: {result.report}"
     listener.ended(result.state, result.changes, last)
     return 0
-
-
-def loop_job(
-    args: argparse.Namespace, settings: RLSettings, model: Path, tasks: LoopTasks, directory: Path, kind: str = "loop"
-) -> LoopJob:
-    """The job with the options of ``add_episodes``; ``kind``: of its id."""
-    from openhands_rl_plugin.apps.loop.checks import run_id_of
-    from openhands_rl_plugin.apps.loop.run import LoopJob
-    from openhands_rl_plugin.evals.runs.evaluate import process_count
-
-    return LoopJob(
-        *(settings, tasks, model, directory, run_id_of(directory, kind)),
-        limits=settings.limits().model_copy(update={"timeout": args.timeout}),
-        backend=options.backend_of(args, [entry.instance for entry in tasks.entries]),
-        processes=process_count(settings.max_workers) if args.processes is None else args.processes,
-        command=args.typed,
-        graders=os.cpu_count() or 1,
-        test_timeout=args.test_timeout,
-        native_tool_calling=args.native_tool_calling,
-    )
 
 
 def add_episodes(group: argparse._ActionsContainer) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from openhands_rl_plugin.apps.loop.checks import CHECKOUTS, EVALUATION, check_trainable, evaluated_by
+from openhands_rl_plugin.apps.loop.checks import CHECKOUTS, EVALUATION, check_trainable, evaluated_by, run_id_of
 from openhands_rl_plugin.apps.loop.reporting import RunReport
 from openhands_rl_plugin.apps.loop.tasks import LoopTasks, demonstrator_of
 from openhands_rl_plugin.config.build import OF_RETURN, make_environment, make_reward, open_storage, success_rule
@@ -17,7 +19,7 @@ from openhands_rl_plugin.core.files import remove_tree
 from openhands_rl_plugin.core.judgements import SuccessRule
 from openhands_rl_plugin.core.protocols import EpisodeRunner, TrajectoryStorage
 from openhands_rl_plugin.core.types import Adapter, EpisodeRequest, FailureKind, Limits, Task, Trajectory
-from openhands_rl_plugin.evals.runs.evaluate import EvalRunner, judging_reward, options_of
+from openhands_rl_plugin.evals.runs.evaluate import EvalRunner, judging_reward, options_of, process_count
 from openhands_rl_plugin.evals.runs.plan import EvaluationPlan
 from openhands_rl_plugin.evals.runs.suites import TESTS, EvalTask
 from openhands_rl_plugin.evals.swe.instances import InstanceBackend
@@ -73,6 +75,27 @@ class LoopJob:
     warm_start: TrainingSettings | None = None
     command: str = ""
     title: str = ""
+
+
+def loop_job(
+    settings: RLSettings,
+    tasks: LoopTasks,
+    model: Path,
+    directory: Path,
+    *,
+    kind: str = "loop",
+    timeout: float,
+    processes: int | None,
+    **fields: Any,
+) -> LoopJob:
+    """The job in ``directory``, with an id that begins with ``kind`` and ``timeout`` seconds for an episode.
+
+    ``processes``: by default as many as the workers need. ``fields``: others of ``LoopJob``.
+    """
+    fields["limits"] = settings.limits().model_copy(update={"timeout": timeout})
+    fields["processes"] = process_count(settings.max_workers) if processes is None else processes
+    run_id = run_id_of(directory, kind)
+    return LoopJob(settings, tasks, model, directory, run_id, graders=os.cpu_count() or 1, **fields)
 
 
 @dataclass(frozen=True)

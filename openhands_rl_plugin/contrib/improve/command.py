@@ -19,12 +19,19 @@ import argparse
 import json
 import re
 import shutil
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from openhands_rl_plugin.apps.serving import given_weights, served_policy
-from openhands_rl_plugin.cli.options import above_zero, add_settings, checked, natural, positive, settings_of
+from openhands_rl_plugin.cli.options import (
+    above_zero,
+    add_settings,
+    backend_of,
+    checked,
+    natural,
+    positive,
+    settings_of,
+)
 from openhands_rl_plugin.cli.terminal import ENDING, sayable, silence_libraries
 from openhands_rl_plugin.config.rl import RLSettings, ServingSettings
 from openhands_rl_plugin.core.errors import from_extra
@@ -190,19 +197,17 @@ def _train(
     """The loop, and what it earned. ``settings``: as they were before the server's address was known."""
     from openhands_rl_plugin.apps.loop.checks import claim, identity_of
     from openhands_rl_plugin.apps.loop.reporting import ProgressListener
-    from openhands_rl_plugin.apps.loop.run import run_loop
+    from openhands_rl_plugin.apps.loop.run import loop_job, run_loop
     from openhands_rl_plugin.apps.loop.tasks import TaskSource, loop_tasks
-    from openhands_rl_plugin.cli.loop import loop_job
     from openhands_rl_plugin.contrib.improve.gym import use_lines
 
     folder = directory / "tasks"
     source = TaskSource(suite=str(folder / gym.rows))
     claim(directory, identity_of(settings, source.model_dump(mode="json"), model=model, timeout=args.timeout))
-    job = replace(
-        loop_job(args, served, model, loop_tasks(source, served), directory),
-        test_timeout=max(_GRADING, 2 * args.test_timeout),
-        native_tool_calling=native,
-    )
+    tasks, seconds = loop_tasks(source, served), max(_GRADING, 2 * args.test_timeout)
+    given = {"timeout": args.timeout, "processes": args.processes, "command": args.typed, "test_timeout": seconds}
+    backend = backend_of(args, [entry.instance for entry in tasks.entries])
+    job = loop_job(served, tasks, model, directory, backend=backend, native_tool_calling=native, **given)
     adapters = settings.serving.adapters_directory.resolve()
     with ProgressListener(settings.loop.stages) as listener:
         result = ENDING.run(run_loop(job, listener))

@@ -22,6 +22,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from openhands_rl_plugin.apps.serving import served_policy
+from openhands_rl_plugin.cli.loop import EPISODES, add_episodes
+from openhands_rl_plugin.cli.options import backend_of
 from openhands_rl_plugin.cli.terminal import ENDING, sayable, silence_libraries
 from openhands_rl_plugin.config.build import open_storage
 from openhands_rl_plugin.config.rl import RLSettings
@@ -46,8 +48,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", type=Path, metavar="DIR", help=weights)
     parser.add_argument("--dry-run", action="store_true", help="check settings, servers and suite, do nothing")
     parser.add_argument("--to", metavar="VERSION", help="rollback: a number, a name or base (default: the one before)")
-    from openhands_rl_plugin.cli.loop import add_episodes
-
     add_episodes(parser.add_argument_group("held-out suite"))
 
 
@@ -90,11 +90,10 @@ def _publisher(settings: RLSettings, adapters: AdapterStore) -> AdapterPublisher
 
 
 def _watch(args: argparse.Namespace, settings: RLSettings, adapters: AdapterStore, folder: Path) -> int:
-    from openhands_rl_plugin.cli.loop import loop_job
-
     silence_libraries()
     prepare_threads()
     with from_extra("openhands,train"):
+        from openhands_rl_plugin.apps.loop.run import loop_job
         from openhands_rl_plugin.contrib.watch.gathering import check_calibrated
         from openhands_rl_plugin.contrib.watch.service import Watch, suite_tasks
     settings.training.check_servable()
@@ -108,7 +107,9 @@ def _watch(args: argparse.Namespace, settings: RLSettings, adapters: AdapterStor
             sayable(f"{', '.join(settings.serving.publish_urls)} gets {settings.serving.adapter}, journal in {folder}")
         )
         return 0
-    job = loop_job(args, settings, model, tasks, folder, "watch")
+    given = {name: getattr(args, name) for name in EPISODES} | {"command": args.typed, "kind": "watch"}
+    backend = backend_of(args, [entry.instance for entry in tasks.entries])
+    job = loop_job(settings, tasks, model, folder, backend=backend, **given)
 
     async def look() -> bool:
         storage = open_storage(settings)
