@@ -63,14 +63,16 @@ async def run(args: argparse.Namespace) -> int:
     os.environ.setdefault("LOG_LEVEL", "ERROR")
     try:
         with redirect_stdout(sys.stderr):
-            rollout = await _play(args)
-    except RLError as error:
-        return _refused(error)
-    if (failure := rollout.failure) is not None:  # errors of others repeat addresses with passwords
-        shown = failure.model_copy(update={"message": sayable(failure.message)})
-        rollout = rollout.model_copy(update={"failure": shown})
-    print(rollout.model_dump_json())
-    return 0 if rollout.failure is None else INVALID
+            shown = (await _play(args)).model_dump(mode="json")
+    except RLError as error:  # nothing was rolled out, or nothing could be stored
+        kind = error.kind.value if isinstance(error, EpisodeError) else "configuration"
+        failure = {"kind": kind, "message": str(error), "boundary": "rollout.start"}
+        shown = {"schema_version": 1, "reward": None, "failure": failure, "segments": []}
+        print("\n".join(f"error: {line}" for line in sayable(str(error)).splitlines()), file=sys.stderr)
+    if (failure := shown["failure"]) is not None:  # errors of others repeat addresses with passwords
+        failure["message"] = sayable(failure["message"])
+    print(json.dumps(shown))
+    return 0 if failure is None else INVALID
 
 
 async def _play(args: argparse.Namespace) -> PlayedRollout:
@@ -79,17 +81,10 @@ async def _play(args: argparse.Namespace) -> PlayedRollout:
         task = json.loads(sys.stdin.read()) if args.task == "-" else args.task
     except ValueError as error:
         raise ConfigError(f"--task -: standard input is not JSON: {error}") from error
+    if args.task == "-" and not isinstance(task, dict):
+        raise ConfigError("--task -: standard input is no JSON object")
     async with open_store(args.store, create=True) if args.store else nullcontext() as storage:
         return await play(task, options, storage=storage)
-
-
-def _refused(error: RLError) -> int:
-    """Nothing was rolled out, or nothing could be stored: the reason, as the failure of an episode has it."""
-    kind = error.kind.value if isinstance(error, EpisodeError) else "configuration"
-    failure = {"kind": kind, "message": sayable(str(error)), "boundary": "rollout.start"}
-    print(json.dumps({"schema_version": 1, "reward": None, "failure": failure, "segments": []}))
-    print("\n".join(f"error: {line}" for line in sayable(str(error)).splitlines()), file=sys.stderr)
-    return INVALID
 
 
 if __name__ == "__main__":
