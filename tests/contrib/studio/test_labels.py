@@ -78,7 +78,7 @@ def test_a_preference_is_what_training_reads(opener: Opener, client: Client) -> 
     preference = {"episode": "two", "kind": "preference", "value": 1, "other": "one"}
     assert browser.post("/api/labels", json=preference).status_code == 201
     assert preferences(stored(opener, "two")[1]) == {frozenset({"one", "two"}): "two"}
-    assert "attempts at one task" in browser.post("/api/labels", json={**preference, "other": "other"}).json()["error"]["message"]
+    assert "one task" in browser.post("/api/labels", json={**preference, "other": "other"}).json()["error"]["message"]
 
 
 @pytest.mark.parametrize(
