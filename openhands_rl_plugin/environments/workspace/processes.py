@@ -11,7 +11,6 @@ import functools
 import os
 import signal
 import subprocess
-import tempfile
 import time
 import uuid
 from collections.abc import Mapping, Sequence
@@ -64,21 +63,21 @@ async def run(
     began = time.monotonic()
     group = await asyncio.to_thread(make_group, limits) if limits is not None else None
     try:
-        with tempfile.TemporaryFile() as stdin:
-            stdin.write(given or b"")
-            stdin.seek(0)
-            process = await asyncio.create_subprocess_exec(
-                *in_group(group),
-                *command,
-                stdin=stdin,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                env=None if variables is None else dict(variables),
-                start_new_session=True,
-            )
+        process = await asyncio.create_subprocess_exec(
+            *in_group(group),
+            *command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=None if variables is None else dict(variables),
+            start_new_session=True,
+        )
     except OSError as error:
         raise InfrastructureError(f"cannot start {command[0]}: {error.strerror}") from error
-    assert process.stdout is not None
+    assert process.stdin is not None and process.stdout is not None
+    # No file: a process of the sandbox that keeps its descriptor would let tests read it once more.
+    process.stdin.write(given or b"")
+    process.stdin.close()
     kept, timed_out = bytearray(), False
     try:
         async with asyncio.timeout(timeout):

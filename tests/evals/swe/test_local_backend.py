@@ -73,7 +73,7 @@ FORGED = """
 import os, pathlib
 seen = [pathlib.Path("/proc/self/fd/0").read_bytes()]
 for process in pathlib.Path("/proc").glob("[0-9]*"):
-    for name in ("environ", "cmdline"):
+    for name in ("environ", "cmdline", "fd/0"):
         try:
             seen.append((process / name).read_bytes())
         except OSError:
