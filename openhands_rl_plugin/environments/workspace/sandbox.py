@@ -165,6 +165,8 @@ def is_system(name: str) -> bool:
 
 def system_mounts(*, network: bool = False) -> list[str]:
     """The system's programs, their libraries and settings, read-only; with a ``network``, as it resolves names now."""
+    if not os.path.isdir(_settings_copy(os.getpid())):  # the system may have swept it
+        _settings_copy.cache_clear()
     resolving = ("/etc/hosts", "/etc/resolv.conf") if network else ()
     shown = [part for name in resolving for part in ("--ro-bind-try", name, name)]
     return [*program_mounts(), "--ro-bind", _settings_copy(os.getpid()), "/etc", *shown]
@@ -287,9 +289,7 @@ def can_overlay(directory: Path, *others: Path) -> bool:
 
     The paths of ``others`` take part in the mount. Tried once for each directory.
     """
-    if not all(_MOUNTABLE.fullmatch(str(path)) for path in (directory, *others)):
-        return False
-    return _try_overlay(directory)
+    return all(_MOUNTABLE.fullmatch(str(path)) for path in (directory, *others)) and _try_overlay(directory)
 
 
 @functools.cache
