@@ -71,7 +71,7 @@ async def run(args: argparse.Namespace) -> int:
 
         given = {"run_id": args.run_id, "workers": args.workers, "timeout": args.timeout, "on_verdict": show}
         verdicts, reports = await grade_all(backend, instances, predictions, args.out, **given)
-    print(f"{summary(verdicts)}\n" + "\n".join(map(str, reports)))
+    print(sayable(f"{summary(verdicts)}\n" + "\n".join(map(str, reports))))
     if failed := [each for each in verdicts.values() if each.kind is VerdictKind.INFRASTRUCTURE]:
         print(sayable(f"{len(failed)} of {len(verdicts)} have no verdict: {failed[0].reason}"), file=sys.stderr)
     return int(len(failed) == len(verdicts))

@@ -16,7 +16,7 @@ import re
 from pathlib import Path
 
 from openhands_rl_plugin.cli.options import above_zero, checked, positive
-from openhands_rl_plugin.cli.terminal import ENDING
+from openhands_rl_plugin.cli.terminal import ENDING, sayable
 from openhands_rl_plugin.evals.runs.suites import make_backend, own_suite, rows_file
 from openhands_rl_plugin.evals.swe.backends import default_cache
 from openhands_rl_plugin.evals.swe.instances import read_instances
@@ -85,7 +85,7 @@ async def _check(args: argparse.Namespace) -> int:
         found = await check_tasks(instances, backend, **options, on_checked=lambda name: bar.advance())
     for name, problems in found.items():
         for problem in problems:
-            print(f"{name}: {problem}")
+            print(sayable(f"{name}: {problem}"))
     bad = sum(map(bool, found.values()))
     print(f"{path}: {len(found) - bad} of {len(found)} tasks pass")
     return int(bad > 0)
