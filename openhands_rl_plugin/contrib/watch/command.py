@@ -22,8 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from openhands_rl_plugin.apps.serving import served_policy
-from openhands_rl_plugin.cli.loop import EPISODES, add_episodes
-from openhands_rl_plugin.cli.options import backend_of
+from openhands_rl_plugin.cli.options import add_option, backend_of
 from openhands_rl_plugin.cli.terminal import ENDING, sayable, silence_libraries
 from openhands_rl_plugin.config.build import open_storage
 from openhands_rl_plugin.config.rl import RLSettings
@@ -44,10 +43,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The action, the settings, and how episodes of the held-out suite are rolled out."""
     parser.add_argument("action", nargs="?", choices=[_RUN, "status", "rollback"], default=_RUN, help="what to do")
     parser.add_argument("--config", type=Path, required=True, metavar="FILE", help="a config.toml with an [rl] section")
-    weights = "folder of the base model's weights (default: as the model server says)"
-    parser.add_argument("--model", type=Path, metavar="DIR", help=weights)
+    add_option(parser, "--model", "DIR", "folder of the base model's weights (default: as the model server says)")
     parser.add_argument("--dry-run", action="store_true", help="check settings, servers and suite, do nothing")
     parser.add_argument("--to", metavar="VERSION", help="rollback: a number, a name or base (default: the one before)")
+    from openhands_rl_plugin.cli.loop import add_episodes
+
     add_episodes(parser.add_argument_group("held-out suite"))
 
 
@@ -94,6 +94,7 @@ def _watch(args: argparse.Namespace, settings: RLSettings, adapters: AdapterStor
     prepare_threads()
     with from_extra("openhands,train"):
         from openhands_rl_plugin.apps.loop.run import loop_job
+        from openhands_rl_plugin.cli.loop import EPISODES
         from openhands_rl_plugin.contrib.watch.gathering import check_calibrated
         from openhands_rl_plugin.contrib.watch.service import Watch, suite_tasks
     settings.training.check_servable()
@@ -103,9 +104,8 @@ def _watch(args: argparse.Namespace, settings: RLSettings, adapters: AdapterStor
     with served_policy(settings, args.model, folder) as (served, model):
         settings = served
     if args.dry_run:
-        print(
-            sayable(f"{', '.join(settings.serving.publish_urls)} gets {settings.serving.adapter}, journal in {folder}")
-        )
+        urls = ", ".join(settings.serving.publish_urls)
+        print(sayable(f"{urls} gets {settings.serving.adapter}, journal in {folder}"))
         return 0
     given = {name: getattr(args, name) for name in EPISODES} | {"command": args.typed, "kind": "watch"}
     backend = backend_of(args, [entry.instance for entry in tasks.entries])
