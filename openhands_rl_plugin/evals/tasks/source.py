@@ -117,8 +117,8 @@ def find_source(where: str, commit: str, cache: Path) -> Source:
     try:
         words = ("rev-parse", "--verify", "--quiet", "--end-of-options", f"{commit}^{{commit}}")
         return source.model_copy(update={"commit": source.read(*words).decode().strip()})
-    except ConfigError:
-        raise ConfigError(f"{where} has no commit {commit} (in {place})") from None
+    except ConfigError as error:
+        raise ConfigError(f"{where} has no commit {commit} (in {place}): {error}") from None
 
 
 _TEST_FOLDERS = {"tests", "test", "testing"}
