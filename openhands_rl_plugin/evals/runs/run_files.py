@@ -29,7 +29,7 @@ from pydantic import Field, JsonValue, ValidationError
 
 from openhands_rl_plugin.config.build import make_strategy
 from openhands_rl_plugin.core.errors import ConfigError, StorageError
-from openhands_rl_plugin.core.files import PRIVATE, write_file
+from openhands_rl_plugin.core.files import PRIVATE, is_contained, write_file
 from openhands_rl_plugin.core.machine import machine
 from openhands_rl_plugin.core.records import LAST_ERROR
 from openhands_rl_plugin.core.redaction import redact_json
@@ -142,7 +142,9 @@ class RunFolder:
         self._opened = ExitStack()
         self._opened.enter_context(held(self.directory))
         output = self.directory / OUTPUT
-        _cut_half_line(output)
+        if output.exists():  # without a half line
+            with output.open("r+b") as file:
+                file.truncate(sum(len(line) for line in file if line.endswith(b"\n")))
         if retry_failed and output.exists():
             kept = (row for row in read_rows(output) if outcome_of_row(row).kind is not VerdictKind.INFRASTRUCTURE)
             write_file(output, "".join(f"{json.dumps(row)}\n" for row in kept), PRIVATE)
@@ -175,6 +177,8 @@ class RunFolder:
     def _write_completions(self, trajectory: Trajectory) -> None:
         """Replace the instance's folder of ``llm_completions``: one ``<model>-<number>.json`` for every model call."""
         folder = self.directory / COMPLETIONS / trajectory.task.id
+        if not is_contained(trajectory.task.id):  # ids of other packages' suites
+            raise StorageError(f"{self.directory}: the id {trajectory.task.id!r:.100} cannot name a folder")
         shutil.rmtree(folder, ignore_errors=True)
         for name, content in events.completion_files(trajectory):
             write_file(folder / name, json.dumps(redact_json(content)), PRIVATE, parents=True)
@@ -231,12 +235,6 @@ def read_rows(file: Path) -> Iterator[JsonObject]:
 def finished_instances(directory: Path) -> set[str]:
     """The ids of the instances that a run has finished. Raises ``ConfigError``."""
     return {str(row["instance_id"]) for row in read_rows(directory / OUTPUT)}
-
-
-def _cut_half_line(output: Path) -> None:
-    if output.exists():
-        with output.open("r+b") as file:
-            file.truncate(sum(len(line) for line in file if line.endswith(b"\n")))
 
 
 def _row(file: Path, number: int, line: bytes) -> JsonObject:
