@@ -270,8 +270,9 @@ class LocalBackend(BoxBackend):
         """As in ``BoxBackend``; requirement files are read from the repository."""
 
         def read_file(repo: str, commit: str, path: str) -> str | None:
+            source = self._source(repo, commit)
             try:
-                return self._source(repo, commit).read("cat-file", "blob", f"{commit}:{path}").decode()
+                return source.read("cat-file", "blob", f"{commit}:{path}").decode()
             except ConfigError:
                 return None
 
@@ -283,8 +284,7 @@ class LocalBackend(BoxBackend):
 
     def repository(self, instance: Instance) -> Path:
         """A git directory that holds the instance's base commit. Raises ``InfrastructureError``, ``ConfigError``."""
-        own = task_repository(instance, self._cache)
-        return own or self._source(instance.repo, instance.base_commit).place
+        return task_repository(instance, self._cache) or self._source(instance.repo, instance.base_commit).place
 
     async def prepare(self, instance: Instance) -> Path:
         """The layer of the instance, made if missing. Raises ``InfrastructureError`` and ``ConfigError``."""
