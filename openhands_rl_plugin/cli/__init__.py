@@ -74,7 +74,8 @@ class Parser(argparse.ArgumentParser):
 def program(run: Callable[[], int] | None = None) -> int:
     """``main``, or ``run`` in its place, as a program that decides what signals do, and what libraries print."""
     ENDING.install()
-    silence_libraries(offline=False)
+    if sys.argv[1:2] != ["run"]:  # whose command has this process's environment
+        silence_libraries(offline=False)
     try:
         return (run or main)()
     except KeyboardInterrupt:  # before or after the command itself

@@ -100,8 +100,7 @@ def run(args: argparse.Namespace) -> int:
         job = loop_job(settings, tasks, model, directory, backend=backend, **given)
         result = ENDING.run(run_loop(job, listener))
     minutes, used = (time.monotonic() - started) / 60, result.state.adapter or "the base model"
-    last = f"{minutes:.1f} minutes; in use: {used}; report: {result.report}"
-    listener.ended(result.state, result.changes, last)
+    listener.ended(result.state, result.changes, f"{minutes:.1f} minutes; in use: {used}; report: {result.report}")
     return 0
 
 

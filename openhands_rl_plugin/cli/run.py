@@ -51,8 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The task or the command, the folder, the model and the settings."""
     task = parser.add_mutually_exclusive_group()
     task.add_argument("-t", "--task", metavar="TEXT", help="what is to be done")
-    text = "a file with the task; -: standard input"
-    task.add_argument("-f", "--file", metavar="FILE", help=text)
+    task.add_argument("-f", "--file", metavar="FILE", help="a file with the task; -: standard input")
     parser.add_argument("--workspace", type=Path, default=Path(), metavar="DIR", help="folder that the agent works in")
     parser.add_argument("--create", action="store_true", help="make the folder of --workspace where there is none")
     several = "roll out the task so many times, each in a copy of the folder: a group that can be trained on"

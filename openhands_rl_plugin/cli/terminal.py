@@ -10,6 +10,7 @@ import asyncio
 import os
 import re
 import signal
+import sys
 import threading
 import warnings
 from collections.abc import Coroutine
@@ -22,7 +23,6 @@ from openhands_rl_plugin.core.redaction import REDACTED, redact_text
 
 PATIENCE = 3.0
 """Seconds to clean up in, unless a command says otherwise: children have ended two seconds later."""
-_SHOW_CURSOR = "\x1b[?25h"  # progress bars hide it
 
 
 class Interrupted(KeyboardInterrupt):
@@ -66,13 +66,15 @@ class ProcessEnd:
         """Print that a signal ended the command, and how to go on. Returns the exit code: 130, or 143 for SIGTERM."""
         number = self.number or signal.SIGINT
         word = "terminated" if number == signal.SIGTERM else "interrupted"
-        os.write(2, f"{_SHOW_CURSOR * os.isatty(2)}{word}{'; ' if self.advice else ''}{self.advice}\n".encode())
+        # On a terminal first the cursor, which progress bars hide.
+        os.write(2, f"{'\x1b[?25h' * os.isatty(2)}{word}{'; ' if self.advice else ''}{self.advice}\n".encode())
         return 128 + number
 
     def _signalled(self, number: int, frame: FrameType | None) -> None:
         if self.number:
             self._cut()
         self.number = number
+        sys.unraisablehook = lambda _: None  # of what is cut short: a pipe whose event loop is closed, say
         bound = threading.Timer(self.patience, self._cut)
         bound.daemon = True
         bound.start()

@@ -75,7 +75,9 @@ def test_what_does_not_end_is_cut_short_and_prints_how_to_go_on(where: str, numb
 def test_a_signal_that_meets_generated_code_has_the_usual_exit_code(number: signal.Signals, tmp_path: Path) -> None:
     """As a dataclass's that is imported: ``python -m`` would end by SIGINT then."""
     met = f"exec('import os, time; os.kill(os.getpid(), {int(number)}); time.sleep(9)')"
-    (tmp_path / "busy.py").write_text(BUSY.replace('"here": in_steps', f'"exec": lambda: {met}'))
+    left = "ENDING.install(); left = type('Pipe', (), {'__del__': lambda self: 1 / 0})()"
+    busy = BUSY.replace('"here": in_steps', f'"exec": lambda: {met}').replace("ENDING.install()", left)
+    (tmp_path / "busy.py").write_text(busy)
     with started("-m", "busy", "exec", "5", cwd=tmp_path) as process:
         _, printed = process.communicate(timeout=30)
     assert (process.returncode, printed.endswith("; go on so\n")) == (128 + number, True)

@@ -54,7 +54,7 @@ for _ in range(2):
     ).json()
     messages += [answer["choices"][0]["message"], {"role": "user", "content": "Go on."}]
 print("counted to", messages[-2]["content"])
-sys.exit(int(sys.argv[1]))
+sys.exit(int(sys.argv[1]) + ("TQDM_DISABLE" in os.environ))
 """
 
 
@@ -138,20 +138,11 @@ async def test_another_agents_command_is_recorded_and_its_exit_code_returned(
     (tmp_path / "project").mkdir()
     (tmp_path / "project/agent.py").write_text(AGENT)
     environ = {**os.environ, "HOME": str(tmp_path), "OPENHANDS_RL_API_KEY": "sk-for-other-servers"}
+    environ.pop("TQDM_DISABLE", None)  # the bars of the command are its own
     with serve() as server:
         server.policies["counter"] = counts
-        given = ["--base-url", server.url, "--store", "store", "--workspace", "project", *options]
-        words = [
-            sys.executable,
-            "-m",
-            "openhands_rl_plugin",
-            "run",
-            *given,
-            "--",
-            sys.executable,
-            "agent.py",
-            str(code),
-        ]
+        command = ["run", "--base-url", server.url, "--store", "store", "--workspace", "project", *options]
+        words = [sys.executable, "-m", "openhands_rl_plugin", *command, "--", sys.executable, "agent.py", str(code)]
         done = subprocess.run(words, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=100)
     assert done.returncode == code, done.stdout + done.stderr
     counted, recorded = done.stdout.splitlines()
