@@ -26,7 +26,7 @@ from openhands_rl_plugin.trajectories.exchange.foreign import ExchangeError, row
 
 class Instance(Frozen):
     """One task in the columns of SWE-bench. ``extra`` holds the row's other columns (``image``, ``log_parser``,
-    ``eval_script``, ...) as they were read.
+    ``test_command``, ...) as they were read.
     """
 
     instance_id: str
