@@ -45,6 +45,7 @@ from openhands_rl_plugin.core.errors import (
     describe,
     from_extra,
 )
+from openhands_rl_plugin.core.files import remove_tree, temporary_folder
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
 from openhands_rl_plugin.core.records import EpisodeGrowth, trajectory_id
 from openhands_rl_plugin.core.types import EpisodeRequest, Failure, FailureKind, Message, Node, StopReason, Trajectory
@@ -248,6 +249,7 @@ class EpisodeWorker:
         for episode in episodes:
             episode.cancel()
         await asyncio.gather(*episodes, return_exceptions=True)
+        remove_tree(temporary_folder("worker").parent)  # who is killed next runs no handler that would
 
     async def _store(self, method: str, record: Any) -> Any:
         """Hand a record to the pool's storage."""
@@ -270,9 +272,7 @@ async def _serve(calls: socket.socket) -> None:
         task = asyncio.create_task(_answer(worker, socket.socket(fileno=sockets[0])))
         answering.add(task)
         task.add_done_callback(answering.discard)
-    with suppress(TimeoutError):
-        async with asyncio.timeout(_CLOSE_SECONDS):
-            await worker.close()
+    await asyncio.wait({asyncio.create_task(worker.close())}, timeout=_CLOSE_SECONDS)
     # Sessions may hang, and OpenHands' threads may still wait for a model call.
     os._exit(0)
 

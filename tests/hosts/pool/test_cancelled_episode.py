@@ -66,4 +66,4 @@ async def test_what_a_worker_makes_of_a_cancelled_episode_is_not_stored(tmp_path
         assert found == [made.id], "the next attempt in this process is stored"
         again.set_result(made)
         assert await running == made
-        await pool.close()
+        pool.kill()  # to close it would remove the temporary folders of this process
