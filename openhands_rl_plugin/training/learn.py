@@ -21,6 +21,7 @@ from openhands_rl_plugin.core.machine import forget_unused, free_memory
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
 from openhands_rl_plugin.core.records import TrajectoryFilter
 from openhands_rl_plugin.core.types import Adapter, Probe, Sample
+from openhands_rl_plugin.models.adapters.store import AdapterStore, check_name
 from openhands_rl_plugin.rollout.scoring import rescore
 from openhands_rl_plugin.training.algorithms import ALGORITHMS, algorithm_of
 from openhands_rl_plugin.training.data.dataset import (
@@ -35,7 +36,6 @@ from openhands_rl_plugin.training.teacher import taught_dataset
 from openhands_rl_plugin.trajectories.view import progress_bar
 
 if TYPE_CHECKING:
-    from openhands_rl_plugin.models.adapters.store import AdapterStore
     from openhands_rl_plugin.training.distributed.ranks import Ranks
     from openhands_rl_plugin.training.trainer.trainer import OnProgress, Trainer
 
@@ -63,8 +63,8 @@ class TrainingJob:
 
     @property
     def folder(self) -> Path:
-        """Of metrics and checkpoints."""
-        return self.adapters.root / f"{self.name}.training"
+        """Of metrics and checkpoints. Raises ``ConfigError`` for a name that is none of an adapter."""
+        return self.adapters.root / f"{check_name(self.name)}.training"
 
 
 async def policy_dataset(

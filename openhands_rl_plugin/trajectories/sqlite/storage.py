@@ -127,7 +127,7 @@ _INSERT = (
 )
 
 # What is wrong with one call, and not with the file.
-_OF_ONE_CALL = (StorageError, OverflowError, ValueError, sqlite3.DataError, sqlite3.IntegrityError)
+_OF_ONE_CALL = (StorageError, OverflowError, RecursionError, ValueError, sqlite3.DataError, sqlite3.IntegrityError)
 
 type Work[Answer] = Callable[[Log], Coroutine[Any, Any, Answer]]
 
