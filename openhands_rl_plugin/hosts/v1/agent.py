@@ -240,7 +240,7 @@ class ConversationEpisode:
         self.delegated: weakref.WeakSet[ConversationEpisode] = weakref.WeakSet()
         self.sub_agent, self._llm = partial(type(agent), rl=agent.rl), agent.llm
         # Empty when nothing else refers to it any more.
-        self.conversation, self._ending = weakref.ref(conversation), threading.Lock()
+        self.conversation, self._ending = weakref.ref(conversation), threading.RLock()
         session, self.standalone, own = self._begin(agent, conversation)
         self.session = session
         self.prompts = Prompts(compact=session.settings.workspace.is_compact)
@@ -380,25 +380,25 @@ class ConversationEpisode:
         One without a runner is stored with its evidence and closed. When the process is ``exiting``, ``StandaloneRun``
         stores it afterwards, with what changed where nothing isolates the workspace.
         """
-        with self._ending:
-            over, self.over = self.over, True
-        if over:
-            return
-        for each in list(self.delegated):
-            each.end()
-        try:
-            with boundary(FailureKind.INFRASTRUCTURE, "rl.end"):
-                self._note_end(stop)
-                if exiting and self._unisolated is not None:
-                    self.session.evidence, _ = self._unisolated.conclude()
-                if self.standalone is not None:
-                    if not exiting:
-                        self.standalone.end()
-                    self.release()
-        except RLError as error:
-            # The cause was logged already.
-            level = logging.DEBUG if self.failed else logging.WARNING
-            log.log(level, "openhands_rl_plugin: the episode of %s was not closed: %s", self.id, error)
+        with self._ending:  # a second caller waits, too, until the episode is stored
+            if self.over:
+                return
+            self.over = True
+            for each in list(self.delegated):
+                each.end()
+            try:
+                with boundary(FailureKind.INFRASTRUCTURE, "rl.end"):
+                    self._note_end(stop)
+                    if exiting and self._unisolated is not None:
+                        self.session.evidence, _ = self._unisolated.conclude()
+                    if self.standalone is not None:
+                        if not exiting:
+                            self.standalone.end()
+                        self.release()
+            except RLError as error:
+                # The cause was logged already.
+                level = logging.DEBUG if self.failed else logging.WARNING
+                log.log(level, "openhands_rl_plugin: the episode of %s was not closed: %s", self.id, error)
 
     async def watch(self) -> None:
         """End the episode where nobody closes its conversation: when that is gone, or rests at its end."""
