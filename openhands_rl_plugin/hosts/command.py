@@ -43,11 +43,8 @@ async def record_command(
         raise ConfigError("which model server? give --base-url URL, or a file with [llm] base_url")
     session = run_id.removeprefix("run-")
     config = GatewayConfig(upstream=upstream, port=0, api_key_env="", run_id=run_id, restore_calls=True)
-    if upstream != serving.base_url:  # whose key is not for another server
-        serving = serving.model_copy(update={"api_key_env": ""})
-    settings = work.settings.model_copy(update={"serving": serving})
     async with (
-        running_gateway(config, storage, settings=settings) as url,
+        running_gateway(config, storage, settings=work.settings) as url,
         httpx.AsyncClient(trust_env=False, timeout=None) as client,
     ):
         base = f"{url}/session/{session}"

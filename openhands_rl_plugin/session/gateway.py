@@ -134,7 +134,8 @@ class Gateway:
         serving = self._settings.serving
         if config.adapter and not serving.model:
             raise ConfigError("--adapter needs [rl.serving] model, the name of the model without an adapter")
-        self._key = serving.api_key() or ""
+        # The key of the server in the settings is not for another one.
+        self._key = serving.api_key() or "" if serving.base_url in ("", config.upstream) else ""
         self._keeps_client_key = not self._key and not config.access().key
         self._upstream = HttpUpstream(config.upstream, self._key, config.timeout, extended=True)
         self._adapters = AdapterStore(serving.adapters_directory)

@@ -102,6 +102,8 @@ async def test_keys_and_cookies_for_the_gateway_stay_there(tmp_path: Path, monke
     async with world(tmp_path / "b") as gateway:
         await gateway.chat(user("one"), headers=given)
     assert names & {*gateway.model.headers[0]} == names - {"cookie"}
-    async with world(tmp_path / "c", served={"api_key_env": "MODEL_KEY"}) as gateway:
-        await gateway.chat(user("one"), headers=given)
-    assert gateway.model.headers[0]["authorization"] == "Bearer model"
+    # The key of another server than the upstream stays here.
+    for base_url, sent in (("", "Bearer model"), ("http://127.0.0.1:9/v1", None)):
+        async with world(tmp_path / f"c{sent}", served={"api_key_env": "MODEL_KEY", "base_url": base_url}) as gateway:
+            await gateway.chat(user("one"))
+        assert gateway.model.headers[0].get("authorization") == sent
