@@ -74,7 +74,7 @@ class Evaluating:
         self.folder, self.log, self.count = folder, folder / "log", 5 * size
         self.log.touch()
         self.apart = descendants()
-        base = _repository(folder / "mirror" / "owner" / "adder")
+        base = _repository(folder / "mirror" / "owner" / "adder.git")
         turns = [{"bash": "sleep 0.3; python3 -c 'import adder'"}, {"bash": _REPAIR}, {"finish": "done"}]
         rows = [
             {
