@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 _EXPORTS = {
     "AdapterStore": "models.adapters.store",
     "AgentRuntime": "apps.chat_endpoint",
-    "AgentSession": "rollout.session",
+    "AgentSession": "rollout.episode",
     "BaseEnvClient": "environments.http.client",
     "ConfigError": "core.errors",
     "EpisodeRequest": "core.types",

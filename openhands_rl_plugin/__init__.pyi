@@ -26,7 +26,7 @@ from openhands_rl_plugin.environments.tools.environment import ToolBase as ToolB
 from openhands_rl_plugin.environments.tools.environment import ToolEnvironment as ToolEnvironment
 from openhands_rl_plugin.models.adapters.store import AdapterStore as AdapterStore
 from openhands_rl_plugin.models.engines.client import OpenAIEngine as OpenAIEngine
-from openhands_rl_plugin.rollout.session import AgentSession as AgentSession
+from openhands_rl_plugin.rollout.episode import AgentSession as AgentSession
 from openhands_rl_plugin.rollout.strategies.base import StandardReActStrategy as StandardReActStrategy
 from openhands_rl_plugin.rollout.strategies.base import ToTStrategy as ToTStrategy
 from openhands_rl_plugin.rollout.strategies.mcts import MCTSStrategy as MCTSStrategy

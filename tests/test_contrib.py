@@ -21,7 +21,7 @@ PACKAGE = ROOT / "openhands_rl_plugin"
 BESIDE = {("demo", "webshop"), ("demo", "repair")}
 MODEL = "--model model --base-url http://127.0.0.1:9/v1 --dry-run"
 
-QUICK = ("environments/http/test_fork.py", "rollout/test_session.py")
+QUICK = ("environments/http/test_fork.py", "rollout/test_episode.py")
 """An environment's server and a recorded session; the slow test runs all of them."""
 
 

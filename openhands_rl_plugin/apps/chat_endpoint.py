@@ -68,7 +68,7 @@ from openhands_rl_plugin.models.server.wire import (
     unless_disconnected,
     usage_body,
 )
-from openhands_rl_plugin.rollout.session import AgentSession
+from openhands_rl_plugin.rollout.episode import AgentSession
 from openhands_rl_plugin.rollout.strategies.base import StandardReActStrategy
 
 

@@ -49,9 +49,9 @@ from openhands_rl_plugin.models.engines.client import (
     with_version,
 )
 from openhands_rl_plugin.models.generator.config import ServerConfig, server_options
+from openhands_rl_plugin.rollout.episode import SessionRunner
 from openhands_rl_plugin.rollout.many import RolloutPlan, roll_out
 from openhands_rl_plugin.rollout.scoring import judge_all, refuse_without_workspace
-from openhands_rl_plugin.rollout.session import SessionRunner
 from openhands_rl_plugin.training.data.dataset import TrainReport
 from openhands_rl_plugin.training.learn import TrainingJob, policy_dataset, train_policy
 from openhands_rl_plugin.trajectories.view import progress_bar

@@ -94,7 +94,7 @@ from openhands_rl_plugin.models.engines.openai_wire import (
     parse_object,
     tokens_in,
 )
-from openhands_rl_plugin.rollout.session import Episode
+from openhands_rl_plugin.rollout.episode import Episode
 
 
 class EngineUpstream:

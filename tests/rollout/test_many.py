@@ -19,9 +19,9 @@ from openhands_rl_plugin.core.types import (
     Task,
 )
 from openhands_rl_plugin.rewards.outcome import ReturnReward
+from openhands_rl_plugin.rollout.episode import SessionRunner
 from openhands_rl_plugin.rollout.many import RolloutPlan, roll_out
 from openhands_rl_plugin.rollout.scoring import rescore
-from openhands_rl_plugin.rollout.session import SessionRunner
 from openhands_rl_plugin.rollout.strategies.base import StandardReActStrategy
 from openhands_rl_plugin.testing import GridEnvironment, ScriptedEngine
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage

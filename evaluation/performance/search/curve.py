@@ -46,8 +46,8 @@ from openhands_rl_plugin.environments.http.client import HttpEnvironmentOptions,
 from openhands_rl_plugin.models.adapters.publisher import AdapterPublisher
 from openhands_rl_plugin.models.adapters.store import AdapterStore
 from openhands_rl_plugin.models.engines.client import OpenAIEngine, SeededEngine
+from openhands_rl_plugin.rollout.episode import SessionRunner
 from openhands_rl_plugin.rollout.many import RolloutPlan, roll_out
-from openhands_rl_plugin.rollout.session import SessionRunner
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
 SUCCESS = 0.999

@@ -17,7 +17,7 @@ from openhands_rl_plugin.core.tree import EpisodeTree
 from openhands_rl_plugin.core.types import Completion, Message, PolicyRef, StrategySpec
 from openhands_rl_plugin.environments.http.client import HttpEnvironmentOptions, WebEnvClient
 from openhands_rl_plugin.evals.runs.suites import EvalTask, OwnSuite, Suite, indexed_tasks
-from openhands_rl_plugin.rollout.session import SessionRunner
+from openhands_rl_plugin.rollout.episode import SessionRunner
 
 if TYPE_CHECKING:
     from openhands_rl_plugin.apps.loop.run import LoopJob

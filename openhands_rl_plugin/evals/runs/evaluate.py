@@ -41,8 +41,8 @@ from openhands_rl_plugin.evals.runs.suites import REPLIES, TESTS, EvalTask, dire
 from openhands_rl_plugin.evals.swe.instances import Instance, InstanceBackend, PatchVerdict, VerdictKind
 from openhands_rl_plugin.hosts.pool import HostRunner, open_runner
 from openhands_rl_plugin.hosts.shared.sessions import RL_AGENT, HostOptions
+from openhands_rl_plugin.rollout.episode import failed_episode
 from openhands_rl_plugin.rollout.scoring import judge
-from openhands_rl_plugin.rollout.session import failed_episode
 
 SCRATCH = ".work"
 """The folder of checkouts below that of the evaluation; leftovers of a killed process are removed."""

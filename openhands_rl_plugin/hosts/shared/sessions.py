@@ -69,8 +69,8 @@ from openhands_rl_plugin.environments.workspace.sandbox import check_bubblewrap
 from openhands_rl_plugin.environments.workspace.task_workspace import TaskWorkspace
 from openhands_rl_plugin.models.engines.client import SeededEngine, merge_sampling
 from openhands_rl_plugin.rollout import scoring
+from openhands_rl_plugin.rollout.episode import LiveEnvironment, SessionRunner
 from openhands_rl_plugin.rollout.journal import on_its_loop
-from openhands_rl_plugin.rollout.session import LiveEnvironment, SessionRunner
 from openhands_rl_plugin.rollout.strategies.base import StandardReActStrategy
 from openhands_rl_plugin.session.session import Session, session_here
 
@@ -127,7 +127,7 @@ def end_episode(
     failure = episode.failure or failure or broken
     live = getattr(runtime, "live", None)
     if isinstance(live, LiveEnvironment) and live.owed is not None:
-        episode.pay(live.owed)
+        episode.reward_last_action(live.owed)
     evidence = {**(evidence or episode.evidence or {})}
     asked = workspace_command(episode.settings.reward)
     if asked is not None and failure is None:

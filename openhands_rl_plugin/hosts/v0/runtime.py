@@ -60,7 +60,7 @@ from openhands_rl_plugin.environments.workspace.editor import WorkspaceEditor
 from openhands_rl_plugin.environments.workspace.shell import CommandResult, SandboxEndedError
 from openhands_rl_plugin.hosts.shared.sandboxed_workspace import ENDED, NO_NULL, SandboxedWorkspace, earlier_output
 from openhands_rl_plugin.hosts.shared.sessions import RL_AGENT, protected_by, register_runtime
-from openhands_rl_plugin.rollout.session import LiveEnvironment
+from openhands_rl_plugin.rollout.episode import LiveEnvironment
 from openhands_rl_plugin.session.session import Session, session_here
 
 _MAIN_SPEC = getattr(sys.modules["__main__"], "__spec__", None)

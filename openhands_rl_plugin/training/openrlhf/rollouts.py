@@ -40,8 +40,8 @@ from openhands_rl_plugin.core.types import (
     Usage,
 )
 from openhands_rl_plugin.models.server.wire import answer_message
+from openhands_rl_plugin.rollout.episode import AgentSession
 from openhands_rl_plugin.rollout.scoring import judge
-from openhands_rl_plugin.rollout.session import AgentSession
 from openhands_rl_plugin.training.data.batch import is_cut_short, samples_of
 
 CONFIG = "OPENHANDS_RL_CONFIG"

@@ -22,8 +22,8 @@ from openhands_rl_plugin.evals.runs.suites import EvalTask, Suite
 from openhands_rl_plugin.models.adapters.publisher import publisher_for
 from openhands_rl_plugin.models.adapters.store import AdapterStore
 from openhands_rl_plugin.models.engines.client import OpenAIEngine, SeededEngine
+from openhands_rl_plugin.rollout.episode import SessionRunner
 from openhands_rl_plugin.rollout.many import RolloutPlan, roll_out
-from openhands_rl_plugin.rollout.session import SessionRunner
 from openhands_rl_plugin.rollout.strategies.base import StandardReActStrategy
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 

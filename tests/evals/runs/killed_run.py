@@ -32,7 +32,7 @@ from openhands_rl_plugin.evals.runs.plan import EvaluationPlan
 from openhands_rl_plugin.evals.runs.suites import Suite, swe_task
 from openhands_rl_plugin.evals.swe.instances import read_instances, row_of
 from openhands_rl_plugin.hosts.shared.sessions import HostOptions
-from openhands_rl_plugin.rollout.session import SessionRunner
+from openhands_rl_plugin.rollout.episode import SessionRunner
 from openhands_rl_plugin.rollout.strategies.base import StandardReActStrategy
 from openhands_rl_plugin.testing import ScriptedEngine
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage

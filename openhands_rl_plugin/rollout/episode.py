@@ -1,4 +1,4 @@
-"""ONE episode, by the same code for training and for production: observe, decide, act, until a limit is reached."""
+"""One episode: observe, decide, act, until a limit is reached. Training and production use the same code."""
 
 from __future__ import annotations
 
@@ -163,8 +163,8 @@ class Episode:
         """Add an environment's observation, cut to ``max_obs_length``."""
         self.tree.observe(clip(observation, self.limits))
 
-    def pay(self, reward: float) -> None:
-        """Pay the last action of an episode that a limit cut, also one that it interrupted."""
+    def reward_last_action(self, reward: float) -> None:
+        """Add ``reward`` to the last action of an episode that a limit cut, even if the limit interrupted it."""
         if self.tree.turns:
             self.tree.add_reward(reward)
 
@@ -369,7 +369,7 @@ class AgentSession:
         finally:
             await live.close()
         if live.owed is not None:
-            episode.pay(live.owed)
+            episode.reward_last_action(live.owed)
         trajectory = episode.freeze(stop=stop, failure=failure or live.failure, evidence=live.evidence)
         await episode.end(trajectory)
         return trajectory
