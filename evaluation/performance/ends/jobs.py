@@ -1,7 +1,7 @@
-"""The two commands that are ended: small runs over real parts, and what must be true of a run that came to its end.
+"""The two commands that are killed: small runs over real parts, and the checks of a finished run.
 
 Whole, they start all their processes: workers with OpenHands' controllers, the shop, the model server. Bare, OpenHands'
-controllers play in the command's own process, and the servers are started once: that takes a second, not a minute.
+controllers run in the command's own process, and the servers are started once: that takes a second, not a minute.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class VowelReward:
 
     async def __call__(self, trajectory: Trajectory) -> Score:
         """Score an episode."""
-        said = "".join(node.message.content or "" for node in trajectory.sampled()).lower()
-        share = sum(letter in "aeiou" for letter in said) / max(len(said), 1)
+        text = "".join(node.message.content or "" for node in trajectory.sampled()).lower()
+        share = sum(letter in "aeiou" for letter in text) / max(len(text), 1)
         return Score(trajectory_id=trajectory.id, reward=share, reward_version=self.version)
 
 
@@ -104,7 +104,7 @@ class Evaluating:
         return sum(file.read_bytes().count(b"\n") for file in (self.folder / "out").rglob("output.jsonl"))
 
     async def problems(self) -> list[str]:
-        """What is lost or there twice."""
+        """Rows, episodes and files that are missing, duplicated, failed or left over."""
         lines = [line for file in (self.folder / "out").rglob("output.jsonl") for line in file.open()]
         rows = Counter(json.loads(line)["instance_id"] for line in lines)
         stored = await _stored(self.folder / "out" / "trajectories")
@@ -131,12 +131,12 @@ class Looping:
         self.apart = descendants()
         self.stages = ["evaluate-base", *(f"iteration-{number:03d}" for number in range(size)), "evaluate-final"]
         shop, server = servers or ("", "")
-        told = {
+        values = {
             "shop": f'env_server_base = "{shop}"' if shop else "",
             "server": f'base_url = "{server}/v1"' if server else "",
             "adapter": folder.name,
         }
-        (folder / "config.toml").write_text(_CONFIG.format(folder=folder, iterations=size, **told))
+        (folder / "config.toml").write_text(_CONFIG.format(folder=folder, iterations=size, **values))
         self.words = ["loop", "environment" if servers else "webshop", "--config", str(folder / "config.toml")]
         self.words += ["--model", str(model), "--run-dir", str(folder / "run"), "--processes", "0" if servers else "1"]
         self.words += ["--tasks", "8"] if servers else []
@@ -146,16 +146,16 @@ class Looping:
         return len(LoopState.load(self.folder / "run" / "state.json").records)
 
     async def problems(self) -> list[str]:
-        """What is lost or there twice: stages, episodes, versions of the adapter."""
+        """Stages, episodes and adapter versions that are missing, duplicated or failed."""
         records = LoopState.load(self.folder / "run" / "state.json").records
         stored = await _stored(self.folder / "trajectories")
         found = [] if [each.name for each in records] == self.stages else [f"stages {[each.name for each in records]}"]
         store, parent = AdapterStore(self.folder / "adapters"), None
         for record in records:
-            played = [each for each in stored if each.run_id.endswith(f"/{record.name}")]
-            attempts = Counter((each.task.id, each.id) for each in played)
-            if len(played) != record.metrics["episodes"] or max(attempts.values()) > 1:
-                found.append(f"{record.name}: {len(played)} episodes of {record.metrics['episodes']:g}")
+            episodes = [each for each in stored if each.run_id.endswith(f"/{record.name}")]
+            attempts = Counter((each.task.id, each.id) for each in episodes)
+            if len(episodes) != record.metrics["episodes"] or max(attempts.values()) > 1:
+                found.append(f"{record.name}: {len(episodes)} episodes of {record.metrics['episodes']:g}")
             if record.adapter not in (None, parent):
                 assert record.adapter is not None
                 if (made := store.get(record.adapter)).parent != parent:
@@ -171,11 +171,11 @@ async def _stored(folder: Path) -> list[Trajectory]:
 
 
 def _repository(folder: Path) -> str:
-    """A repository with one wrong line; its commit."""
+    """Make a repository with one wrong line, and return its commit."""
     folder.mkdir(parents=True)
     (folder / "adder.py").write_text("def add(a, b):\n    return a - b\n")
     who = ["-c", "user.name=a", "-c", "user.email=a@b"]
     for words in (["init", "-q", "-b", "main"], ["add", "-A"], [*who, "commit", "-qm", "start"]):
         subprocess.run(["git", *words], cwd=folder, check=True)
-    said = subprocess.run(["git", "rev-parse", "HEAD"], cwd=folder, check=True, capture_output=True, text=True)
-    return said.stdout.strip()
+    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=folder, check=True, capture_output=True, text=True)
+    return head.stdout.strip()

@@ -1,11 +1,11 @@
-"""Ends `openhands-rl loop` and `evaluate` at random moments with SIGTERM, SIGINT and SIGKILL, and starts them again.
+"""Ends `openhands-rl loop` and `evaluate` at random moments with SIGTERM, SIGINT and SIGKILL, and restarts them.
 
-    python -m evaluation.performance.ends.kills --kills 100            # bare: forks with everything imported
+    python -m evaluation.performance.ends.kills --kills 100            # bare: forks of a process that has imported all
     python -m evaluation.performance.ends.kills --kills 20 --whole     # as they are typed, with all their processes
 
-Both play with OpenHands' controllers, `loop` in the shop with a tiny random model, `evaluate` in a git repository in
-sandboxes with a scripted model. After every signal nothing that the command started may be left after ten seconds. When
-all is done: no episode, row or stage is lost, and none is there twice.
+Both run OpenHands' controllers: `loop` in the shop with a tiny random model, `evaluate` in sandboxes over a git
+repository with a scripted model. Ten seconds after a signal, no process of the command may be left. At the end no
+episode, row or stage may be missing or duplicated.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _MAKE_MODEL = (
 
 @dataclass
 class Tally:
-    """What was seen. ``seconds``: from each signal to the end of the last process."""
+    """Kills and problems. ``seconds``: from each signal to the end of the last process."""
 
     kills: Counter[str] = field(default_factory=Counter)
     seconds: dict[str, list[float]] = field(default_factory=dict)
@@ -96,7 +96,7 @@ Job = Looping | Evaluating
 
 @contextmanager
 def jobs(name: str, folder: Path, url: str, size: int, *, whole: bool) -> Iterator[Callable[[Path], Job]]:
-    """A maker of runs of one command. Of bare ones all libraries are imported, and the servers are up."""
+    """Yield a factory of runs of one command. For bare runs it imports all libraries and starts the servers first."""
     if not whole:
         for each in IMPORTED:
             import_module(each)
@@ -126,9 +126,9 @@ def torment(
     kind: type[Process | Fork],
     until: float = math.inf,
 ) -> None:
-    """End a command ``kills`` times, in as many runs as that takes, and let each run come to its end.
+    """Kill a command ``kills`` times, in as many runs as that takes; each run is restarted until it finishes.
 
-    After ``until``, a time of the monotonic clock, it is ended no more.
+    ``until``: a time of the monotonic clock, after which it sends no more signals.
     """
     adopt_orphans()
     chance = random.Random(f"{seed}/{folder.name}")
@@ -150,14 +150,14 @@ def torment(
                 )
         with started(kind, job) as process:
             code = process.wait(timeout=900)
-        said = job.log.read_text(errors="replace")
-        tally.wrong += [f"{job.name} ended with {code}: {said[-300:]}"] if code else []
+        output = job.log.read_text(errors="replace")
+        tally.wrong += [f"{job.name} ended with {code}: {output[-300:]}"] if code else []
         tally.wrong += [f"{job.name}: {line}" for line in asyncio.run(job.problems())]
 
 
 @contextmanager
 def started(kind: type[Process | Fork], job: Job) -> Iterator[Process | Fork]:
-    """The command, in a session of its own."""
+    """Start the command in its own session, and kill it at the end of the block."""
     process = kind(job.words, job.log)
     try:
         yield process
@@ -168,7 +168,7 @@ def started(kind: type[Process | Fork], job: Job) -> Iterator[Process | Fork]:
 
 
 def await_moment(process: Process | Fork, job: Job, chance: random.Random) -> bool:
-    """Wait for a random moment; false when the command came to its end before."""
+    """Wait for a random moment. Returns false if the command ended first."""
     steps = chance.choice((0, 0, 1, 2, 4))
     if not steps:
         time.sleep(chance.uniform(0.0, _STARTING))
@@ -181,9 +181,9 @@ def await_moment(process: Process | Fork, job: Job, chance: random.Random) -> bo
 
 
 def strike(process: Process | Fork, job: Job, number: signal.Signals, tally: Tally) -> None:
-    """Send the signal, and wait until nothing is left that the command started."""
+    """Send the signal, and wait until every process that the command started has ended."""
     begun = time.monotonic()
-    told = job.log.stat().st_size
+    log_size = job.log.stat().st_size
     process.send_signal(number)
     while (left := descendants() - job.apart) and time.monotonic() < begun + _PATIENCE:
         process.poll()
@@ -196,12 +196,12 @@ def strike(process: Process | Fork, job: Job, number: signal.Signals, tally: Tal
     if left:
         tally.wrong.append(f"{name}: left after {_PATIENCE:g} s: {[*map(end, left)]}")
     code = process.wait()
-    said = job.log.read_bytes()[told:].decode(errors="replace")
+    output = job.log.read_bytes()[log_size:].decode(errors="replace")
     started_up = code != -number  # Python itself was not up yet
     if code != _CODES[number] and started_up:
-        tally.wrong.append(f"{name}: exit code {code}: {said[-300:]}")
-    if number is not signal.SIGKILL and started_up and job.advice not in said and said[-1:] != "\n":
-        tally.wrong.append(f"{name}: did not say how to go on: {said[-300:]!r}")
+        tally.wrong.append(f"{name}: exit code {code}: {output[-300:]}")
+    if number is not signal.SIGKILL and started_up and job.advice not in output and output[-1:] != "\n":
+        tally.wrong.append(f"{name}: did not say how to go on: {output[-300:]!r}")
 
 
 if __name__ == "__main__":

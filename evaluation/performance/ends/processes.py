@@ -1,4 +1,4 @@
-"""Two ways to start `openhands-rl`: as it is typed, or as a fork of this process, which has imported everything."""
+"""Two ways to start `openhands-rl`: as a new process, or as a fork of this process, which has imported everything."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ IMPORTED = (
     "openhands_rl_plugin.training.trainer.trainer",
     "peft",
 )
-"""What a command imports first, for ten seconds and more."""
+"""Modules that a command imports at its start; they take more than ten seconds."""
 
 
 class Process:
-    """The command as it is typed, in a session of its own; ``log`` has what it prints."""
+    """The command in a new process and its own session; its output goes to ``log``."""
 
     def __init__(self, words: Sequence[str], log: Path) -> None:
-        with log.open("ab") as said:
+        with log.open("ab") as out:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "openhands_rl_plugin", *words], stdout=said, stderr=said, start_new_session=True
+                [sys.executable, "-m", "openhands_rl_plugin", *words], stdout=out, stderr=out, start_new_session=True
             )
         self.pid = self._process.pid
 
@@ -76,15 +76,15 @@ class Fork:
 
 
 def _become(words: Sequence[str], log: Path) -> NoReturn:
-    """Be the command until its end."""
+    """Run the command in this process, then exit."""
     os.setsid()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)  # until the command decides what they do
     from openhands_rl_plugin.cli import program
 
-    said = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     nothing = os.open(os.devnull, os.O_RDONLY)
-    for number, other in ((0, nothing), (1, said), (2, said)):
+    for number, other in ((0, nothing), (1, out), (2, out)):
         os.dup2(other, number)
     sys.argv = ["openhands-rl", *words]
     code = 70

@@ -1,4 +1,4 @@
-"""The recording gateway beside those of others: requests a second, latency, memory, and what a kill loses.
+"""The recording gateway against those of other projects: requests a second, latency, memory, and what a kill loses.
 
     python -m evaluation.performance.gateway.compare [--peer NAME=PYTHON ...] [--repeats 5] [--kills 20] [--csv FILE]
 

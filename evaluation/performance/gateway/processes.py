@@ -60,7 +60,7 @@ def processor_seconds(pid: int) -> float:
 
 
 def _target(peer: str, port: int, upstream: str) -> Target:
-    """How each peer is told of a session."""
+    """The URL, headers and registrations by which a peer learns of a session."""
     if peer == "agentlightning":
         return Target(
             port,

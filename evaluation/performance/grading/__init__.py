@@ -1,1 +1,1 @@
-"""Benchmarks of grading: what it costs beside the tests, and how long the local suite takes."""
+"""Benchmarks of grading: its cost in addition to the tests, and how long the local suite takes."""

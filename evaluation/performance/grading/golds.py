@@ -1,8 +1,8 @@
 """Gold patches of published rows by the local back end, with the guard, and patches that change nothing.
 
 Each instance is graded three times: with its gold patch, with an empty one, and with one that adds a note nobody reads.
-A line of ``--out`` holds what came of it; instances that have a line are not graded again, so that the command may be
-stopped and started. Without ``--ids`` or ``--each`` all rows are graded.
+``--out`` gets a line for each instance. A repeated command skips instances that have a line. Without ``--ids`` or
+``--each`` all rows are graded.
 
     python -m evaluation.performance.grading.golds rows.jsonl --mirror ./mirrors --out golds.jsonl --each 5
 """
@@ -57,12 +57,12 @@ async def measure(backend: LocalBackend, row: Instance, logs: Path, timeout: flo
     for name, patch in (("gold", row.patch), ("empty", ""), ("nothing", NOTHING)):
         place = logs / row.instance_id / name
         verdicts[name] = await backend.grade(row, patch, logs=place, timeout=timeout)
-    said: JsonObject = {name: told(verdict) for name, verdict in verdicts.items()}
-    return {"instance_id": row.instance_id, "repo": row.repo, "set_up": round(ready - began, 1), **said}
+    summaries: JsonObject = {name: summary_of(verdict) for name, verdict in verdicts.items()}
+    return {"instance_id": row.instance_id, "repo": row.repo, "set_up": round(ready - began, 1), **summaries}
 
 
-def told(verdict: PatchVerdict) -> JsonObject:
-    """What a verdict says, without names of thousands of tests."""
+def summary_of(verdict: PatchVerdict) -> JsonObject:
+    """A verdict's counts and reason, with the names of at most eight failed tests."""
     failed = (*verdict.fail_to_pass.failure, *verdict.pass_to_pass.failure)
     return {
         "kind": verdict.kind.value,
@@ -117,7 +117,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--ids", nargs="*", default=[])
     parser.add_argument("--each", type=int, default=0, help="the first N rows of every repository")
-    parser.add_argument("--no-guard", action="store_true", help="to tell what the guard does from what the tests do")
+    parser.add_argument("--no-guard", action="store_true", help="grade by the tests alone, without the guard")
     parser.add_argument("--timeout", type=float, default=1800.0)
     asyncio.run(run(parser.parse_args()))
 

@@ -60,7 +60,7 @@ def _cpu_seconds(pid: int) -> float:
 class CpuBudget:
     """Counts the processor time of this process and its descendants from ``begin``.
 
-    Whatever is marked before it is spent counts, and nothing else. ``read`` tells the time of the tree in seconds.
+    Only marks made before the budget is spent count. ``read`` returns the tree's processor time in seconds.
     """
 
     def __init__(self, seconds: float, marks: Path, read: Callable[[], float] | None = None) -> None:
@@ -81,7 +81,7 @@ class CpuBudget:
         return self._read() - self._started[0] if self._started is not None else 0.0
 
     def mark(self, step: int, adapter: Path, figures: dict[str, float]) -> bool:
-        """Note an adapter that is whole on the disk; says whether that was within the budget."""
+        """Note an adapter that is whole on the disk; returns whether that was within the budget."""
         assert self._started is not None
         with self._lock:
             spent = self.spent

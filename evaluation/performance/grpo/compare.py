@@ -9,7 +9,7 @@ steps; TRL in float32, ours as the demo does (float32 too, where the processor d
 run one after the other, each in a process of its own. A side's budget is user and system time of its whole process tree
 (for ours trainer, model server, shop and OpenHands workers; for TRL one process) from its first iteration on; what was
 loaded before that is free. The adapter that counts is the last one that was ready within the budget. Both, and that of
-SFT, then play the same held-out goals through the demo's model server and OpenHands; that time is not counted.
+SFT, then run the same held-out goals through the demo's model server and OpenHands; that time is not counted.
 
 A part that OUT holds is not run again. --report reads finished directories, one of every seed. With --ours-run our side
 is a demo run that went on from the same adapter: its last evaluation counts, with the wall time of its iterations. How
@@ -99,7 +99,7 @@ def learn(side: str, job: Job) -> Mark:
 
 
 def measure(job: Job) -> dict[str, float]:
-    """Task -> return on the held-out goals; episodes that are stored are not played again."""
+    """Task -> return on the held-out goals; stored episodes are not run again."""
     run_part("held-out", job)
     return held_out_returns(job.out, job.seed, FINAL)
 
@@ -142,7 +142,7 @@ def taken_part(job: Job, run: Path) -> Part:
     learnt = [record for record in records if record.name.startswith("iteration-")]
     returns = held_out_returns(run, job.seed, FINAL)
     if len(returns) < job.held_out:
-        raise SystemExit(f"{run} played {len(returns)} of {job.held_out} held-out goals to their end")
+        raise SystemExit(f"{run} finished {len(returns)} of {job.held_out} held-out goals")
     return Part(
         side="ours",
         seed=job.seed,

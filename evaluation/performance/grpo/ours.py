@@ -64,7 +64,7 @@ def learn(job: Job) -> None:
 
 
 def measure(job: Job) -> None:
-    """The demo's last evaluation, of the job's adapter; ``held_out_returns`` reads what came of it."""
+    """Run the demo's last evaluation with the job's adapter; ``held_out_returns`` reads the result."""
     from openhands_rl_plugin.contrib.demo.runs import run_demo
 
     begin_after_warm_start(job, job.out)
@@ -75,7 +75,7 @@ def measure(job: Job) -> None:
 
 
 def begin_after_warm_start(job: Job, directory: Path) -> None:
-    """A run directory that stands where the job's run stood after SFT, with the job's adapter as its first version."""
+    """Make a run directory in the state after SFT, with the job's adapter as its first version."""
     if (directory / "state.json").exists():
         return
     store = AdapterStore(directory / "adapters")
@@ -95,7 +95,7 @@ def begin_after_warm_start(job: Job, directory: Path) -> None:
 
 
 def has_episodes(directory: Path) -> bool:
-    """Whether the run directory has a storage; reading would make one."""
+    """Whether the run directory has a storage. It is not opened, because that would create one."""
     return (directory / "trajectories").is_dir()
 
 
@@ -105,7 +105,7 @@ def held_out_returns(directory: Path, seed: int, stage: str) -> dict[str, float]
     async def read() -> dict[str, float]:
         async with FileTrajectoryStorage(directory / "trajectories") as storage:
             where = TrajectoryFilter(run_id=f"demo-{seed}/{stage}", failed=False)
-            return {played.task.id: played.episode_return async for played, _ in storage.find(where)}
+            return {trajectory.task.id: trajectory.episode_return async for trajectory, _ in storage.find(where)}
 
     return asyncio.run(read())
 

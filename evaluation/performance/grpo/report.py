@@ -1,4 +1,4 @@
-"""The figures of ``grpo`` over its seeds: each side's held-out success, and what they differ by on the same goals."""
+"""The figures of ``grpo`` over its seeds: each side's held-out success, and the differences on the same goals."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def read_parts(directories: Sequence[Path]) -> tuple[Part, ...]:
 
 
 def difference(parts: Sequence[Part], before: str, after: str) -> Estimate:
-    """Mean difference of success over goals that both sides played, a goal's own mean over the seeds counting once."""
+    """Mean difference of success over goals that both sides ran. A goal counts once, with its mean over the seeds."""
     by_goal: dict[str, list[tuple[float, float]]] = defaultdict(list)
     sides = {(part.seed, part.side): part for part in parts}
     for seed in sorted({part.seed for part in parts}):
@@ -103,9 +103,9 @@ def report(directories: Sequence[Path]) -> None:
             )
     for part in parts:
         if part.rollout_success:
-            told = " ".join(f"{value:.2f}" for value in part.rollout_success)
+            shares = " ".join(f"{value:.2f}" for value in part.rollout_success)
             share = f"; they took {part.rollout_share:.0%} of the time" if part.rollout_share else ""
-            console.print(f"seed {part.seed}, {part.side}: success of the training rollouts {told}{share}")
+            console.print(f"seed {part.seed}, {part.side}: success of the training rollouts {shares}{share}")
 
 
 def _shown(estimate: Estimate) -> tuple[str, str, str]:

@@ -1,7 +1,7 @@
 """TRL's side of ``grpo``, for a process of its own: ``python -m evaluation.performance.grpo.trl_side JOB``.
 
-``GRPOTrainer`` with a ``rollout_func`` that plays the same episodes as the demo: same opening, pages, limits and token
-ids. A turn of all live episodes is answered at once; what the shop says is masked out of the loss.
+``GRPOTrainer`` with a ``rollout_func`` that rolls out the same episodes as the demo: same first prompt, pages, limits
+and token ids. Each turn of all unfinished episodes is one batch. The loss masks the shop's tokens.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ if TYPE_CHECKING:
 Chat = list[dict[str, str]]
 
 PASS_EPISODES = 2
-"""Of a forward pass; its padded tokens are about as many as the demo's trainer takes at once."""
+"""Episodes of a forward pass: with padding about as many tokens as a micro-batch of the demo's trainer."""
 
 CHECKED = 32
-"""Stored episodes that are played again before training."""
+"""How many stored episodes are replayed and compared before training."""
 
 
 @dataclass
-class Played:
-    """One episode as token ids: ``opening``, then what was sampled (mask 1) and what the shop said (mask 0)."""
+class Episode:
+    """One episode as token ids: ``opening``, then sampled tokens (mask 1) and observations of the shop (mask 0)."""
 
     session: WebShopSession
     opening: list[int]
@@ -60,7 +60,7 @@ class Played:
 
 
 class Dialogue:
-    """The chat template's ids, by appending: nothing that was sampled is tokenised again."""
+    """Token ids by the chat template, turn by turn; sampled tokens are kept and never tokenised again."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
@@ -75,14 +75,14 @@ class Dialogue:
         """The whole first prompt."""
         return self._ids(messages, True)
 
-    def said(self, sampled: Sequence[int], page: str) -> list[int]:
-        """What follows an answer: its end, where the limit of tokens cut that off, the page, and the next turn."""
+    def after(self, sampled: Sequence[int], page: str) -> list[int]:
+        """Ids after a completion: its end of turn, unless sampled, the page, and the start of the next turn."""
         turn = [{"role": "system", "content": ""}, {"role": "assistant", "content": ""}]
         ids = self._ids([*turn, {"role": "user", "content": page}], True)[len(self._head) :]
         return ids if sampled[-1] == self._eos else [self._eos, *ids]
 
     def text(self, sampled: Sequence[int]) -> str:
-        """What the shop hears."""
+        """The text of a completion, for the shop to parse."""
         return str(self._tokenizer.decode(list(sampled), skip_special_tokens=True))
 
     def _ids(self, messages: Chat, add_generation_prompt: bool) -> list[int]:
@@ -118,13 +118,13 @@ class Rollouts:
         if len(self._goals) < len(tasks):
             raise SystemExit("two training goals have the same text: TRL's rollout_func cannot tell them apart")
         self.figures: dict[str, float] = {}
-        """Of the last batch, until they are taken."""
+        """Figures of the last batch, until they are logged."""
 
     def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
-        """Play an episode of every prompt (a ``Chat``); TRL repeats a task's prompt for each of its samples."""
+        """Roll out an episode of every prompt (a ``Chat``); TRL repeats a task's prompt for each of its samples."""
         began, generating = time.process_time(), 0.0
         episodes = [
-            Played(self._shop.session(self._goals[prompt[-1]["content"]]), self._dialogue.opening(prompt))
+            Episode(self._shop.session(self._goals[prompt[-1]["content"]]), self._dialogue.opening(prompt))
             for prompt in prompts
         ]
         turns = make_turns(self._kind, trainer)
@@ -143,7 +143,7 @@ class Rollouts:
             "episode_return": [episode.reward for episode in episodes],
         }
 
-    def take(self, episode: Played, sampled: list[int]) -> None:
+    def take(self, episode: Episode, sampled: list[int]) -> None:
         """Execute an answer; the page is appended if another turn follows."""
         episode.completion += sampled
         episode.mask += [1] * len(sampled)
@@ -155,18 +155,18 @@ class Rollouts:
             result = episode.session.step(parsed.action)
             episode.reward += result.reward
             page, done = result.state, result.done
-        said = self._dialogue.said(sampled, page)
+        page_ids = self._dialogue.after(sampled, page)
         longest = CONTEXT_TOKENS - ANSWER_TOKENS
-        episode.live = not done and episode.turns < self._max_turns and len(episode.ids) + len(said) <= longest
+        episode.live = not done and episode.turns < self._max_turns and len(episode.ids) + len(page_ids) <= longest
         if episode.live:
-            episode.completion += said
-            episode.mask += [0] * len(said)
+            episode.completion += page_ids
+            episode.mask += [0] * len(page_ids)
 
 
 async def check_against_engine(job: Job, rollouts: Rollouts, dialogue: Dialogue, shop: WebShop) -> int:
-    """Play some stored episodes of the run again: token ids, mask and return have to be those that the engine recorded.
+    """Replay some stored episodes: token ids, mask and return must equal those that the engine recorded.
 
-    Returns how many were compared. Episodes whose answer the template renders as other tokens are left out, because
+    Returns how many were compared. Episodes whose completions the template renders as other tokens are skipped, because
     they are several sequences for the engine. Exits at a difference.
     """
     compared = 0
@@ -176,7 +176,7 @@ async def check_against_engine(job: Job, rollouts: Rollouts, dialogue: Dialogue,
             recorded = [node.tokens for node in stored.sampled() if node.tokens is not None]
             if not all(tokens.extends for tokens in recorded[1:]):
                 continue
-            episode = Played(shop.session(goal_of(stored.task)), dialogue.opening(opening_chat(shop, stored.task)))
+            episode = Episode(shop.session(goal_of(stored.task)), dialogue.opening(opening_chat(shop, stored.task)))
             ids: list[int] = []
             mask: list[int] = []
             for tokens in recorded:
@@ -185,14 +185,14 @@ async def check_against_engine(job: Job, rollouts: Rollouts, dialogue: Dialogue,
                 rollouts.take(episode, list(tokens.sampled_ids))
             again = (episode.ids, [0] * len(episode.opening) + episode.mask, episode.reward, episode.live)
             if again != (ids, mask, stored.episode_return, False):
-                raise SystemExit(f"episode {stored.id} of {job.run} is another one when TRL's side plays it")
+                raise SystemExit(f"episode {stored.id} of {job.run} differs when TRL's side replays it")
             compared += 1
             if compared == CHECKED:
                 break
     return compared
 
 
-def _figures(episodes: Sequence[Played], *, rollout: float, generating: float) -> dict[str, float]:
+def _figures(episodes: Sequence[Episode], *, rollout: float, generating: float) -> dict[str, float]:
     count = len(episodes)
     return {
         "episodes": count,
@@ -207,12 +207,12 @@ def _figures(episodes: Sequence[Played], *, rollout: float, generating: float) -
 
 
 def episode_return(completions: list[Any], episode_return: list[float], **kwargs: object) -> list[float | None]:
-    """TRL's reward function: what the shop gave."""
+    """TRL's reward function: the return of the shop's episode."""
     return [*episode_return]
 
 
 def train(job: Job) -> None:
-    """Until the budget is spent, which ends the process."""
+    """Train until the budget is spent, which ends the process."""
     import torch
     from datasets import Dataset, disable_progress_bars
     from peft import PeftModel

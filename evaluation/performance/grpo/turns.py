@@ -1,4 +1,4 @@
-"""Two ways in which TRL's side of ``grpo`` has the model answer a turn of many episodes at once.
+"""Two generators for TRL's side of ``grpo``: each samples one turn of many episodes as one batch.
 
 Both are transformers' ``generate`` on left-padded rows, with the generation settings that ``GRPOTrainer`` made.
 """
@@ -12,18 +12,19 @@ Kind = Literal["cached", "plain"]
 
 
 class Turns(Protocol):
-    """Answers the turns of one batch of episodes."""
+    """Samples the turns of one batch of episodes."""
 
     def answers(self, rows: Sequence[int], prompts: Sequence[list[int]]) -> list[list[int]]:
-        """The sampled ids, an end of turn included, for the whole prompt of every row that still plays.
+        """Sample a turn for each unfinished episode.
 
-        ``rows`` are the episodes' numbers; one that is left out does not come again.
+        ``rows`` are the episodes' numbers; one that is left out does not come again. ``prompts`` are their whole
+        prompts. Returns the sampled ids of each row, with the end of turn.
         """
         ...
 
 
 class PlainTurns:
-    """TRL's own generator: every turn reads its whole prompt again."""
+    """TRL's own generator, which computes the whole prompt again at every turn."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
@@ -35,9 +36,9 @@ class PlainTurns:
 
 
 class CachedTurns:
-    """Goes on from the keys and values of the turns before, which TRL itself does not: only what is new is read.
+    """Keeps the keys and values of earlier turns, which TRL itself does not, and computes only new tokens.
 
-    Columns of a row that are padding, or lie behind the end of its answer, stay in the cache and are masked.
+    Padding, and columns after the end of a row's completion, stay in the cache and are masked.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -70,9 +71,9 @@ class CachedTurns:
             )
         sampled = self._ids[:, width:]
         ends = torch.isin(sampled, torch.tensor(trainer.eos_token_ids)).long()
-        said = ends.cumsum(1) - ends == 0
-        self._mask = torch.cat([self._mask, said.long()], 1)
-        return [row[mine].tolist() for row, mine in zip(sampled, said, strict=True)]
+        own = ends.cumsum(1) - ends == 0
+        self._mask = torch.cat([self._mask, own.long()], 1)
+        return [row[mine].tolist() for row, mine in zip(sampled, own, strict=True)]
 
     def _keep(self, rows: Sequence[int]) -> None:
         import torch
@@ -99,5 +100,5 @@ class CachedTurns:
 
 
 def make_turns(kind: Kind, trainer: Any) -> Turns:
-    """For one batch of episodes."""
+    """Make a generator for one batch of episodes."""
     return CachedTurns(trainer) if kind == "cached" else PlainTurns(trainer)

@@ -9,7 +9,7 @@
   the other, in an empty home: the stock terminal types its settings before its shell is there, and where ``~/.bashrc``
   takes long (one that waits for a lock of pyenv took 60 s) its first commands take the 30 s of silence each;
 * recording: processor milliseconds of this process a step, of conversations that only think, so that no tool has a
-  part in it. They take turns step by step, so that they meet the same load; the median of the differences is told;
+  part in it. They take turns step by step, so that they meet the same load; the median of the differences is printed;
 * tool: milliseconds of one ``echo`` in the stock terminal (tmux) and in ours, in turn;
 * fork: a conversation of 20 steps with a workspace of 64 MB in 3,000 files.
 
@@ -101,7 +101,7 @@ def make_agent(kind: str, url: str, store: Path) -> Agent:
 
 
 def converse(kind: str, url: str, folder: Path) -> LocalConversation:
-    """A conversation over a folder, with nothing said."""
+    """A conversation over a folder, without messages."""
     folder.mkdir(parents=True, exist_ok=True)
     agent = make_agent(kind, url, folder.parent / "store")
     return LocalConversation(
@@ -109,8 +109,8 @@ def converse(kind: str, url: str, folder: Path) -> LocalConversation:
     )
 
 
-def told(conversation: LocalConversation) -> list[str]:
-    """What the tools answered."""
+def outputs(conversation: LocalConversation) -> list[str]:
+    """The texts of all observations of tools."""
     return [event.observation.text for event in conversation.state.events if isinstance(event, ObservationEvent)]
 
 
@@ -146,7 +146,7 @@ def steps_a_second(kind: str, url: str, folder: Path, conversations: int, steps:
     """Of conversations side by side, from the second step of all on."""
     replies = [{"bash": f"echo answer-{number}"} for number in range(steps)]
     talks = [begun(kind, url, folder / str(number), replies) for number in range(conversations)]
-    known = [len(told(conversation)) for conversation in talks]
+    known = [len(outputs(conversation)) for conversation in talks]
     began = time.perf_counter()
 
     def play(conversation: LocalConversation) -> float:
@@ -165,7 +165,7 @@ def steps_a_second(kind: str, url: str, folder: Path, conversations: int, steps:
     timer.cancel()
     lost = done = 0
     for conversation, before in zip(talks, known, strict=True):
-        answers = told(conversation)[before:][:steps]
+        answers = outputs(conversation)[before:][:steps]
         done += len(answers)
         lost += sum(f"answer-{at}" not in answer for at, answer in enumerate(answers))
         conversation.close()
@@ -202,9 +202,9 @@ def tool_ms(url: str, folder: Path, calls: int) -> dict[str, list[float]]:
             executor = conversation.agent.tools_map[TerminalTool.name].executor
             assert executor is not None
             began = time.perf_counter()
-            said = executor(TerminalAction(command=f"echo answer-{number}"), conversation)
+            observation = executor(TerminalAction(command=f"echo answer-{number}"), conversation)
             taken[kind].append(1000 * (time.perf_counter() - began))
-            assert f"answer-{number}" in said.text
+            assert f"answer-{number}" in observation.text
     for conversation in talks.values():
         conversation.close()
     return {kind: times[WARM:] for kind, times in taken.items()}

@@ -105,16 +105,16 @@ async def _measure(
         # The first episode of a process imports, connects and fills caches.
         await asyncio.gather(*(runner.run(request) for request in warm_up))
         cpu, started = _cpu_seconds(), time.perf_counter()
-        played = await asyncio.gather(*(runner.run(request) for request in requests))
+        episodes = await asyncio.gather(*(runner.run(request) for request in requests))
         wall, cpu = time.perf_counter() - started, _cpu_seconds() - cpu
     in_workspace = requests[0].task.environment == "workspace"
-    steps = sum(trajectory.usage.steps for trajectory in played)
+    steps = sum(trajectory.usage.steps for trajectory in episodes)
     return Measurement(
         what=what,
         sessions=len(requests),
         steps=steps,
-        lost=sum(_lost(at, commands, trajectory) for at, trajectory in enumerate(played)) if in_workspace else 0,
-        failed=sum(trajectory.failure is not None for trajectory in played),
+        lost=sum(_lost(at, commands, trajectory) for at, trajectory in enumerate(episodes)) if in_workspace else 0,
+        failed=sum(trajectory.failure is not None for trajectory in episodes),
         wall=round(wall, 2),
         steps_per_second=round(steps / wall, 1),
         cpu_ms_per_step=round(1000 * cpu / max(steps, 1), 1),

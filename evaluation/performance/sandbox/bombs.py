@@ -1,4 +1,4 @@
-"""Twelve sessions with bombs beside one that works: ``python -m evaluation.performance.sandbox.bombs``.
+"""Twelve sessions with bombs, and one that works at the same time: ``python -m evaluation.performance.sandbox.bombs``.
 
 A fork bomb, a memory bomb and a bomb of small files in ``/tmp``, in four sessions each, with small limits (64
 processes, 96 MiB): about 2 GiB in all. Needs control groups, or a user other than root. Prints how many of the steps of

@@ -1,10 +1,9 @@
 """Success against tokens spent, for acting with and without search: ``python -m evaluation.performance.search.curve``.
 
-Plays held-out goals of the embedded webshop with ReAct, best-of-n, Tree of Thoughts and MCTS, each with the same
-budgets of tokens an episode (prompt and sampled, as the server bills them), and with the same value function: what the
-policy itself earns when it plays on in a fork. Give ``--run-dir`` of a finished ``openhands-rl demo`` for its trained
-adapter. Writes a table, ``search_curve.json`` and ``curve.svg`` into ``--out``; a stopped run goes on where it
-was.
+Runs held-out goals of the embedded webshop with ReAct, best-of-n, Tree of Thoughts and MCTS. All have the same token
+budgets an episode (prompt and sampled, as the server bills them). All have the same value function: the return of a
+rollout of the policy in a fork. Give ``--run-dir`` of a finished ``openhands-rl demo`` for its trained adapter. Writes
+a table, ``search_curve.json`` and ``curve.svg`` into ``--out``; a stopped run resumes.
 
     python -m evaluation.performance.search.curve --run-dir runs/demo --goals 100 --seeds 0 1 2 --out runs/curve
 """
@@ -51,7 +50,7 @@ from openhands_rl_plugin.rollout.many import RolloutPlan, roll_out
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
 SUCCESS = 0.999
-CACHE_BYTES = 2 * 1024**3  # the trees of all episodes in flight: what goes out of it is read again at every simulation
+CACHE_BYTES = 2 * 1024**3  # the trees of all episodes in flight; evicted prompts are computed again by each simulation
 COLOURS = {"ReAct": "#666666", "BestOfN": "#1f77b4", "ToT": "#ff7f0e", "MCTS": "#2ca02c"}
 
 
@@ -90,16 +89,16 @@ def options_of(strategy: str, budget: int, seed: int) -> JsonObject:
 
 
 def make_strategy(strategy: str, budget: int, seed: int) -> Strategy:
-    """The strategy itself."""
+    """Build the strategy for a budget of tokens an episode."""
     return registry.build(
         "strategies", "StandardReAct" if strategy == "ReAct" else strategy, options_of(strategy, budget, seed)
     )
 
 
-async def play(
+async def run_point(
     policy: str, served: str, strategy: str, budget: int, args: argparse.Namespace, urls: tuple[str, str]
 ) -> Cell:
-    """All goals and seeds of one point."""
+    """Run all goals and seeds of one point of the curve."""
     shop_url, model_url = urls
     environment = HttpEnvironmentOptions(base_url=shop_url, react_format=False)
 
@@ -117,7 +116,7 @@ async def play(
         base_model=NAME,
         limits=Limits(max_turns=6, max_prompt_length=CONTEXT_TOKENS - ANSWER_TOKENS, max_response_length=ANSWER_TOKENS),
     )
-    played: list[Trajectory] = []
+    episodes: list[Trajectory] = []
     storage = FileTrajectoryStorage(args.out / "trajectories")
     try:
         for seed in args.seeds:
@@ -129,10 +128,10 @@ async def play(
                 concurrency=args.concurrency,
             )
             with bar(f"{policy} {strategy} {budget} seed {seed}", args.goals) as advance:
-                played += await roll_out(plan, runner, storage, lambda _: advance())
+                episodes += await roll_out(plan, runner, storage, lambda _: advance())
     finally:
         await storage.close()
-    return cell(policy, strategy, budget, played)
+    return cell(policy, strategy, budget, episodes)
 
 
 def goals(count: int) -> tuple[Task, ...]:
@@ -140,30 +139,30 @@ def goals(count: int) -> tuple[Task, ...]:
     return tuple(entry.task for entry in shop_tasks(DemoOptions(run_directory=Path(), held_out=count)).held_out)
 
 
-def cell(policy: str, strategy: str, budget: int, played: list[Trajectory]) -> Cell:
-    """Counts, intervals and means over valid episodes, and how many failed: those may have been the harder ones."""
-    failed = sum(trajectory.failure is not None for trajectory in played)
-    played = [trajectory for trajectory in played if trajectory.failure is None]
-    successes = sum(trajectory.episode_return >= SUCCESS for trajectory in played)
-    tokens = [trajectory.usage.prompt_tokens + trajectory.usage.completion_tokens for trajectory in played]
-    steps = [sum(node.sampled and node.reward is not None for node in trajectory.nodes) for trajectory in played]
+def cell(policy: str, strategy: str, budget: int, episodes: list[Trajectory]) -> Cell:
+    """Counts, intervals and means over valid episodes. Failed ones are counted: they may be the harder ones."""
+    failed = sum(trajectory.failure is not None for trajectory in episodes)
+    episodes = [trajectory for trajectory in episodes if trajectory.failure is None]
+    successes = sum(trajectory.episode_return >= SUCCESS for trajectory in episodes)
+    tokens = [trajectory.usage.prompt_tokens + trajectory.usage.completion_tokens for trajectory in episodes]
+    steps = [sum(node.sampled and node.reward is not None for node in trajectory.nodes) for trajectory in episodes]
     by_goal: dict[str, list[float]] = defaultdict(list)
-    for trajectory in played:
+    for trajectory in episodes:
         by_goal[trajectory.task.id].append(float(trajectory.episode_return >= SUCCESS))
     means = {goal: fmean(values) for goal, values in by_goal.items()}
     # Episodes of one goal are alike: with several seeds it is the goals that are independent.
-    interval = wilson(successes, len(played)) if len(played) == len(means) else over_tasks(list(means.values()))
+    interval = wilson(successes, len(episodes)) if len(episodes) == len(means) else over_tasks(list(means.values()))
     return Cell(
         policy=policy,
         strategy=strategy,
         budget=budget,
-        episodes=len(played),
+        episodes=len(episodes),
         failed=failed,
         successes=successes,
         success=float("nan") if interval.mean is None else interval.mean,
         low=interval.low or 0.0,
         high=1.0 if interval.high is None else interval.high,
-        reward=sum(trajectory.episode_return for trajectory in played) / max(len(played), 1),
+        reward=sum(trajectory.episode_return for trajectory in episodes) / max(len(episodes), 1),
         tokens=sum(tokens) / max(len(tokens), 1),
         steps=sum(steps) / max(len(steps), 1),
         by_goal=means,
@@ -201,13 +200,13 @@ async def measure(args: argparse.Namespace, urls: tuple[str, str]) -> list[Cell]
         for strategy in args.strategies:
             for budget in args.budgets if strategy != "ReAct" else [0]:
                 claim(args.out, policy, strategy, budget, weights)
-                cells.append(await play(policy, name, strategy, budget, args, urls))
+                cells.append(await run_point(policy, name, strategy, budget, args, urls))
                 (args.out / "search_curve.json").write_text(json.dumps([each.model_dump() for each in cells], indent=1))
     return cells
 
 
 def claim(out: Path, policy: str, strategy: str, budget: int, weights: str) -> None:
-    """Bind a point's episodes to the weights and options that play them. Exits where it has others."""
+    """Bind a point's episodes to the weights and options that sampled them. Exits where it has others."""
     noted = out / "points" / f"{policy}-{strategy}-{budget}.json"
     wanted = json.dumps({"weights": weights, "options": options_of(strategy, budget, 0)}, indent=1)
     if not noted.exists():

@@ -1,9 +1,9 @@
-"""What a fork of a workspace costs, and whether forks meet: ``python -m evaluation.performance.search.fork``.
+"""Time of a workspace fork, and isolation of forks: ``python -m evaluation.performance.search.fork``.
 
 Prints milliseconds a fork of a session's workspace of 64 MB in 3,000 files (directory, ``/tmp``, shell and a sandbox
-that is ready for commands), by every method that works here, as medians of interleaved repeats; and how many of 64
-forks that work side by side saw something of another's. What was written is brought to the disk before each fork, so
-that none pays for the one before.
+that is ready for commands), by every method that works here, as medians of interleaved repeats. Also prints how many
+of 64 concurrent forks saw a file of another fork. Each fork is preceded by a ``sync``, so that no fork waits for the
+writes of the one before.
 """
 
 from __future__ import annotations
@@ -124,8 +124,8 @@ def main() -> None:
         runtime.event_stream.close()
     figures = {method: statistics.median(values) for method, values in taken.items()}
     for method in BOUNDS_MS:
-        said = f"{figures[method]:8.1f} ms (bound {BOUNDS_MS[method]:g})" if method in figures else "not possible here"
-        print(f"fork by {method:<10}{said}")
+        shown = f"{figures[method]:8.1f} ms (bound {BOUNDS_MS[method]:g})" if method in figures else "not possible here"
+        print(f"fork by {method:<10}{shown}")
     print(f"of {args.forks} forks side by side, saw another's: {met} (bound 0)")
     print(json.dumps({**figures, "crossings": met}))
 

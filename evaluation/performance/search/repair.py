@@ -1,10 +1,10 @@
 """Repairs against tokens spent, with and without search: ``python -m evaluation.performance.search.repair``.
 
-Plays held-out repair tasks by ``openhands-rl evaluate`` with the adapter of an ``openhands-rl demo --task repair``:
-ReAct, and searches whose value is the tests, run in a fork for every answer that is considered. All may spend more than
-they need; a task counts for a budget if it was resolved with no more tokens than that: prompt and sampled, as a server
-without a cache bills them, and sampled alone, which is what a cache of prefixes leaves to pay. Writes tables,
-``search_repair.json`` and ``repair.svg`` into ``--out``; a stopped run goes on where it was.
+Runs ``openhands-rl evaluate`` on held-out repair tasks with the adapter of an ``openhands-rl demo --task repair``. It
+compares ReAct with searches whose value function runs the tests in a fork for each candidate. No run has a token limit.
+A task counts for a budget if it was resolved with at most that many tokens. Tokens are counted in two ways: prompt and
+sampled, as a server without a cache bills them, and sampled alone, the cost with a prefix cache. Writes tables,
+``search_repair.json`` and ``repair.svg`` into ``--out``; a stopped run resumes.
 
     python -m evaluation.performance.search.repair --run-dir runs/repair --tasks 100 --out runs/search-repair
 """
@@ -38,7 +38,7 @@ COLOURS = {"ReAct": "#666666", "BestOfN": "#1f77b4", "MCTS": "#2ca02c"}
 
 
 class Row(Frozen):
-    """A task: whether it was resolved, and the tokens that were spent on it. ``billed``: prompt and sampled."""
+    """One task: whether it was resolved, and the tokens spent on it. ``billed``: prompt and sampled."""
 
     task: str
     resolved: bool
@@ -50,8 +50,8 @@ class Row(Frozen):
         return self.billed if kind == "billed" else self.sampled
 
 
-class Played(Frozen):
-    """A strategy's episodes. ``failed``: those that the machine failed, not the agent."""
+class Result(Frozen):
+    """A strategy's episodes. ``failed``: how many ended by an infrastructure error, not by the agent."""
 
     strategy: str
     rows: tuple[Row, ...]
@@ -72,8 +72,8 @@ def options_of(strategy: str) -> JsonObject:
     return {}
 
 
-def play(strategy: str, adapter: Adapter, url: str, args: argparse.Namespace) -> Played:
-    """A strategy's episodes of all tasks, by the command that a user has."""
+def evaluate(strategy: str, adapter: Adapter, url: str, args: argparse.Namespace) -> Result:
+    """Run all tasks with one strategy by the command line. Exits if no episode is valid."""
     sizes = RepairOptions(run_directory=args.run_dir)
     config = args.out / "config.toml"
     config.write_text(
@@ -104,32 +104,32 @@ def play(strategy: str, adapter: Adapter, url: str, args: argparse.Namespace) ->
     ]
     if not rows:
         raise SystemExit(f"no episode of {strategy} is valid: see {output.parent}")
-    return Played(strategy=strategy, rows=tuple(rows), failed=len(outcomes) - len(rows))
+    return Result(strategy=strategy, rows=tuple(rows), failed=len(outcomes) - len(rows))
 
 
-def measure(args: argparse.Namespace) -> list[Played]:
-    """Every strategy, written down as soon as it is there."""
+def measure(args: argparse.Namespace) -> list[Result]:
+    """Evaluate every strategy; ``search_repair.json`` is written after each one."""
     store = AdapterStore(args.run_dir / "adapters")
     adapter = store.get(args.adapter) if args.adapter else store.current(REPAIR_ADAPTER)
     if adapter is None:
         raise SystemExit(f"{args.run_dir} has no adapter: give a run of openhands-rl demo --task repair")
     serve = ["serve", "--model", str(ensure_model(args.model)), "--served-model-name", NAME]
     serve += [f"--max-batch={4 * args.workers}", f"--max-model-len={CONTEXT}", f"--adapters={store.root}"]
-    played: list[Played] = []
+    results: list[Result] = []
     with running_command(serve, args.out / "serve.log") as url:
         asyncio.run(AdapterPublisher(f"{url}/v1", store).publish(adapter))
         for strategy in args.strategies:
-            played.append(play(strategy, adapter, url, args))
-            found = {"adapter": adapter.name, "played": [each.model_dump() for each in played]}
+            results.append(evaluate(strategy, adapter, url, args))
+            found = {"adapter": adapter.name, "results": [each.model_dump() for each in results]}
             (args.out / "search_repair.json").write_text(json.dumps(found, indent=1))
-    return played
+    return results
 
 
-def table(played: Sequence[Played], kind: str) -> Table:
+def table(results: Sequence[Result], kind: str) -> Table:
     """The share of tasks resolved within each budget, and what was spent."""
     budgets = BUDGETS[kind]
     shown = Table(f"{kind} tokens", *(f"{budget:,}" for budget in budgets), "95 %", "spent", "episodes", "failed")
-    for each in played:
+    for each in results:
         within = [sum(each.within(kind, budget).values()) for budget in budgets]
         last = wilson(int(within[-1]), len(each.rows))
         shown.add_row(
@@ -143,10 +143,10 @@ def table(played: Sequence[Played], kind: str) -> Table:
     return shown
 
 
-def differences(played: Sequence[Played], kind: str) -> Iterator[str]:
-    """What each search resolves beyond ReAct with the same tokens, task by task."""
-    plain = next((each for each in played if each.strategy == "ReAct"), None)
-    for each in played:
+def differences(results: Sequence[Result], kind: str) -> Iterator[str]:
+    """Paired difference of each search and ReAct at the same budget, a line each."""
+    plain = next((each for each in results if each.strategy == "ReAct"), None)
+    for each in results:
         for budget in BUDGETS[kind] if plain is not None and each is not plain else ():
             assert plain is not None
             one, other = plain.within(kind, budget), each.within(kind, budget)
@@ -158,10 +158,10 @@ def differences(played: Sequence[Played], kind: str) -> Iterator[str]:
             )
 
 
-def chart(played: Sequence[Played], kind: str) -> str:
+def chart(results: Sequence[Result], kind: str) -> str:
     """The share resolved against the budget."""
     series = []
-    for each in played:
+    for each in results:
         points = []
         for slot, budget in enumerate(BUDGETS[kind]):
             share = wilson(int(sum(each.within(kind, budget).values())), len(each.rows))
@@ -183,12 +183,12 @@ def main() -> None:
     parser.add_argument("--strategies", nargs="+", choices=list(COLOURS), default=["ReAct", "BestOfN", "MCTS"])
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
-    played = measure(args)
-    (args.out / "repair.svg").write_text(svg_file(chart(played, "sampled")))
+    results = measure(args)
+    (args.out / "repair.svg").write_text(svg_file(chart(results, "sampled")))
     console = Console(width=110)  # of the tables, also where the output is a file
     for kind in BUDGETS:
-        console.print(table(played, kind))
-        for line in differences(played, kind):
+        console.print(table(results, kind))
+        for line in differences(results, kind):
             console.print(line, highlight=False)
 
 

@@ -2,7 +2,7 @@
 
 The environment is the one that ``OPENHANDS_RL_VLLM_PYTHON`` names (the path of its ``python``), or the one below the
 cache directory, which uv makes when the variable says ``install``: about 6 GB, for a processor. vLLM is never installed
-beside this package: their pins conflict.
+in the environment of this package: their pins conflict.
 """
 
 from __future__ import annotations

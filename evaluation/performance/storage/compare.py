@@ -1,4 +1,4 @@
-"""How fast trajectories are stored and found again, beside other projects' stores and the least possible work.
+"""How fast trajectories are stored and found again, against other projects' stores and the least possible work.
 
     python -m evaluation.performance.storage.compare [--repeats 5] [--rllm-python PATH] [--former DIR] [--folder DIR]
 
@@ -14,7 +14,7 @@ inserts into one table; it reads the nodes back. "bare" inserts bytes that were 
 without making nodes: what a form of columns could save.
 
 The folder decides what is measured: give one on the disk that will hold the trajectories (a folder in memory would
-make the flushing free). Where others use the machine, too, the figures for a CPU second tell more.
+make the flushing free). On a shared machine, compare the figures for a CPU second.
 
 ``--rllm-python`` is a Python with rllm-model-gateway (``uv pip install rllm-model-gateway==0.1.0``); its store takes
 turns with this one on a part of the sessions, because each of its records holds the whole prompt. ``--former`` is a

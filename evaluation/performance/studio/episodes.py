@@ -110,7 +110,7 @@ class Play:
         return len(self.nodes) - 1
 
     def forgets(self, share: float = 0.5) -> None:
-        """The next prompt is rendered anew, without a part of what was said before."""
+        """Drop a part of the conversation, so that the next prompt does not extend the one before."""
         kept = self.seen[: int(len(self.seen) * share)]
         self.seen, self.fresh = [*kept, *self.seen[-20:]], True
 

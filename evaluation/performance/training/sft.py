@@ -3,7 +3,7 @@
     python -m evaluation.performance.training.sft --model DIR [--what time memory] [--data tasks attempts] [--rounds 3]
 
 Both train the same LoRA adapter of the same float32 model (SmolLM2's width and vocabulary, its first layers) on the
-same token ids, with the loss on what the model said only; their first losses must agree. Each side runs in a process
+same token ids, with the loss on the model's messages only; their first losses must agree. Each side runs in a process
 of its own, one after the other, over and over; figures are medians and the ratios of medians.
 
 Time: eight episodes a step. "tasks": of eight tasks, so that they share the system prompt only; "attempts": four
