@@ -100,7 +100,7 @@ def main(base_url: str, model: str, folder: Path, task: str, command: str) -> No
     session = Session(
         request, settings, strategy=strategy, strategy_spec=spec, base_model=model, environment_mode=False
     )
-    session.upstream = HttpUpstream(base_url, None, 600.0, extended=True)
+    session.upstream = HttpUpstream(base_url, None, 600.0)
 
     loop = background()
     storage = FileTrajectoryStorage("searched")

@@ -19,7 +19,7 @@ from openhands_rl_plugin.config.rl import HttpUrl, VariableName
 from openhands_rl_plugin.core.errors import RLError
 from openhands_rl_plugin.core.messages import to_message, to_wire
 from openhands_rl_plugin.core.protocols import LLMEngine, TrajectoryStorage
-from openhands_rl_plugin.core.servers import error_body, listening, read_body, serving
+from openhands_rl_plugin.core.servers import error_body, listening, named_key, read_body, serving
 from openhands_rl_plugin.core.types import (
     EpisodeRequest,
     Failure,
@@ -253,7 +253,7 @@ def open_runtime(config: PolicyConfig) -> AgentRuntime:
         config.base_url,
         base_model=config.base_model or None,
         timeout=config.timeout,
-        api_key_env=config.upstream_key_env or None,
+        api_key=named_key(config.upstream_key_env, "upstream_key_env"),
     )
     return AgentRuntime(
         engine,

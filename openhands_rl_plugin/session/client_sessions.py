@@ -47,7 +47,7 @@ from openhands_rl_plugin.core.concurrency import background, on_loop
 from openhands_rl_plugin.core.errors import RLError, StorageError
 from openhands_rl_plugin.core.messages import WireMessage, equals, recorded_parameters, text_of, to_message
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
-from openhands_rl_plugin.core.records import MISSING, TrajectoryFilter, TrajectorySummary, trajectory_id
+from openhands_rl_plugin.core.records import TrajectoryFilter, TrajectorySummary, trajectory_id
 from openhands_rl_plugin.core.servers import API_KEY, AccessRules, required_key
 from openhands_rl_plugin.core.tree import squeezed
 from openhands_rl_plugin.core.types import (
@@ -65,11 +65,10 @@ from openhands_rl_plugin.core.types import (
     Task,
     Times,
     Trajectory,
-    Usage,
     kind_of,
     path_to,
 )
-from openhands_rl_plugin.models.engines.client import missing_parts, with_version
+from openhands_rl_plugin.models.engines.client import note_missing, with_version
 from openhands_rl_plugin.models.engines.openai_wire import ChatAnswer, Json
 from openhands_rl_plugin.rollout.journal import on_its_loop, stored_episode
 from openhands_rl_plugin.rollout.strategies.base import SearchStrategy, StandardReActStrategy
@@ -380,16 +379,9 @@ class ClientSession(Session):
         notes |= {name: value for name, value in noted.items() if value or value == []}
         causes, nodes, why = [], [], partial(call.why_missing, lost_ids=answer.lost_ids)
         for at, choice in enumerate(answer.choices):
-            made = self.completion(
-                choice,
-                served=served,
-                usage=answer.usage if at == 0 else Usage(),
-                sampling=call.sampling,
-                metadata={**notes, **({"message": choice.extra} if choice.extra else {})},
-            )
-            if missing := missing_parts(why, made.tokens):
-                made.metadata[MISSING] = missing
-                causes += [f"{what}: {why}" for what, why in missing.items()]
+            metadata = {**notes, **({"message": choice.extra} if choice.extra else {})}
+            made = answer.completion(self.policy_of(served), call.sampling, metadata, at)
+            causes += [f"{what}: {why}" for what, why in note_missing(made, why).items()]
             nodes.append(tree.propose(made, parent=parent))
             if aside:
                 tree.nodes[nodes[-1]].metadata[KIND] = SIDE

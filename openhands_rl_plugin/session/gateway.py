@@ -31,7 +31,6 @@ from openhands_rl_plugin.models.adapters.store import AdapterStore, check_name
 from openhands_rl_plugin.models.engines.client import (
     Attempts,
     HttpUpstream,
-    RawHeaders,
     Response,
     ServerError,
     close_connections,
@@ -50,6 +49,7 @@ from openhands_rl_plugin.models.engines.openai_wire import (
     parse_object,
     reading,
     too_deep,
+    without,
 )
 from openhands_rl_plugin.session.client_sessions import (
     OPENING,
@@ -76,18 +76,16 @@ from openhands_rl_plugin.session.wire import (
 
 _LOG = redacting_logger(__name__)
 JSON, EVENTS = "application/json", "text/event-stream"
-NOT_RECORDED = {"x-openhands-rl-recorded": "no"}
+NOT_RECORDED, _PLAIN = {"x-openhands-rl-recorded": "no"}, {"accept-encoding": "identity"}
 KEEP_ALIVE, KEEP_ALIVE_SECONDS = b": keep-alive\n\n", 10.0  # a comment, which clients ignore
 _SHUTDOWN_SECONDS, _MAX_SWEEP_SECONDS = 10, 60.0
 _PROTOCOLS = {each.path: each for each in (CHAT, MESSAGES, RESPONSES)}
 # Hop-by-hop headers, keys and cookies for the gateway, and those that the HTTP client sets itself.
-_OWN = frozenset(
-    b"accept-encoding api-key authorization connection content-encoding content-length cookie expect host keep-alive"
-    b" proxy-authenticate proxy-authorization proxy-connection te trailer transfer-encoding upgrade x-api-key"
-    b" x-goog-api-key".split()
-)
-_NOT_PASSED_BACK = {name.decode() for name in _OWN} | {"date", "server"}
-_KEY_HEADERS = (b"api-key", b"authorization", b"x-api-key", b"x-goog-api-key")
+_HOP_BY_HOP = "connection expect keep-alive proxy-authenticate proxy-connection te trailer transfer-encoding upgrade"
+_SET_HERE = "accept-encoding content-encoding content-length cookie host proxy-authorization"
+_KEY_HEADERS = frozenset({"api-key", "authorization", "x-api-key", "x-goog-api-key"})
+_OWN = _KEY_HEADERS.union(_HOP_BY_HOP.split(), _SET_HERE.split())
+_NOT_PASSED_BACK = _OWN | {"date", "server"}
 
 
 class EndRequest(BaseModel):
@@ -137,7 +135,7 @@ class Gateway:
         # The key of the server in the settings is not for another one.
         self._key = serving.api_key() or "" if serving.base_url in ("", config.upstream) else ""
         self._keeps_client_key = not self._key and not config.access().key
-        self._upstream = HttpUpstream(config.upstream, self._key, config.timeout, extended=True)
+        self._upstream = HttpUpstream(config.upstream, self._key, config.timeout)
         self._adapters = AdapterStore(serving.adapters_directory)
         self._routed = ("latest", check_name(config.adapter)) if config.adapter else ()
         # Answers since the start, and how many recorded ones lack token ids or logprobs, by cause.
@@ -224,11 +222,10 @@ class Gateway:
                 await request.write(part, head)
             await request.write(b"", head, more=False)
 
-    def _headers(self, request: Incoming) -> RawHeaders:
+    def _headers(self, request: Incoming) -> dict[str, str]:
         """Those for the model server; a client's keys are for the gateway where that has one."""
-        given = request.scope["headers"]
-        kept = [each for each in given if each[0] not in _OWN or (each[0] in _KEY_HEADERS and self._keeps_client_key)]
-        return [*kept, (b"accept-encoding", b"identity")]
+        own = _OWN - _KEY_HEADERS if self._keeps_client_key else _OWN
+        return {name: value for name, value in request.headers.items() if name not in own} | _PLAIN
 
     async def _complete(self, request: Incoming, protocol: WireProtocol, name: str) -> Reply | None:
         """A completion in one of the protocols that are recorded."""
@@ -288,10 +285,10 @@ class Gateway:
         if session.is_searched:
             if call.protocol is not CHAT:
                 raise ErrorReply(400, "The strategy of this session answers chat completions.")
-            keys = [each for each in headers if each[0] in _KEY_HEADERS]
+            keys = {name: value for name, value in headers.items() if name in _KEY_HEADERS}
             upstream = self._upstream
             if keys:
-                upstream = HttpUpstream(config.upstream, self._key, config.timeout, extended=True, headers=keys)
+                upstream = HttpUpstream(config.upstream, self._key, config.timeout, headers=keys)
             document = await session.decided(call, model, upstream)
             self._counts["recorded"] += 1
             if call.streams:
@@ -331,7 +328,7 @@ class Gateway:
             self._counts["recorded"] += 1
             self._missing.update(missing)
             if stream is None and call.hidden:
-                body = answer.body_without(call.hidden)
+                body = dump_object(without(answer.document, call.hidden))
             reply = Reply(200, body, headers, recorded=True)
         for part in held:
             to.add(part)

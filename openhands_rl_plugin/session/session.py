@@ -11,18 +11,17 @@ import itertools
 import json
 import math
 import threading
-import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar, copy_context
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, cast
 
 from openhands_rl_plugin.config.build import make_engine
 from openhands_rl_plugin.config.rl import AUTO, RLSettings
-from openhands_rl_plugin.core.arrays import Ids
 from openhands_rl_plugin.core.concurrency import Job, background, on_loop
 from openhands_rl_plugin.core.errors import (
     BadEnvironmentError,
@@ -39,7 +38,6 @@ from openhands_rl_plugin.core.messages import (
     equals,
     is_json_object,
     reasoning_in,
-    recorded_parameters,
     sampling_in,
     text_of,
     to_message,
@@ -48,7 +46,7 @@ from openhands_rl_plugin.core.messages import (
     wire_calls,
 )
 from openhands_rl_plugin.core.protocols import EnvInfo, Forkable, LLMEngine, Strategy
-from openhands_rl_plugin.core.records import MISSING, PROMPT, CommandEvidence, WorkspaceCommand
+from openhands_rl_plugin.core.records import PROMPT, CommandEvidence, WorkspaceCommand
 from openhands_rl_plugin.core.templates import CALL, PARAMETER
 from openhands_rl_plugin.core.tree import HostConversation
 from openhands_rl_plugin.core.types import (
@@ -71,29 +69,14 @@ from openhands_rl_plugin.core.types import (
 )
 from openhands_rl_plugin.environments.workspace.task_workspace import TaskWorkspace
 from openhands_rl_plugin.models.engines.client import (
-    LOGPROBS,
-    TOKEN_IDS,
     Attempts,
     ConversationSeeds,
     HttpUpstream,
     ServerError,
     Upstream,
     merge_sampling,
-    missing_parts,
 )
-from openhands_rl_plugin.models.engines.openai_wire import (
-    PROMPT_IDS,
-    SAMPLED_IDS,
-    ChatAnswer,
-    ChatChoice,
-    Json,
-    Known,
-    Unrecordable,
-    chat_answer,
-    dump_object,
-    parse_object,
-    tokens_in,
-)
+from openhands_rl_plugin.models.engines.openai_wire import PROMPT_IDS, SAMPLED_IDS, Json, dump_object
 from openhands_rl_plugin.rollout.episode import Episode
 
 
@@ -153,7 +136,7 @@ def upstream_in(settings: RLSettings, *, model: str, base_model: str) -> Upstrea
     if _given:
         return EngineUpstream(_given[-1])
     if url and settings.engine in (AUTO, "openai") and not settings.engine_options:
-        return HttpUpstream(url, serving.api_key(), serving.request_timeout, extended=True)
+        return HttpUpstream(url, serving.api_key(), serving.request_timeout)
     if settings.engine == AUTO:
         return None
     key = "\0".join((model, base_model, settings.engine, str(settings.engine_options), serving.model_dump_json()))
@@ -321,7 +304,6 @@ class Session(Episode):
         self.samples = self.exact = True
         self.turn = Turn({}, ())
         self.texts = SampledTexts()
-        self._prompt: Known = "", Ids()
         self._strict = strict
         self.follow_tree()
         self.upstream: Upstream | None = None
@@ -351,32 +333,6 @@ class Session(Episode):
     def policy_of(self, served: str) -> PolicyRef:
         """The weights that a server knows by the name ``served``."""
         return PolicyRef.from_served_name(self.base_model, served)
-
-    def completion(
-        self,
-        choice: ChatChoice,
-        *,
-        served: str,
-        usage: Usage,
-        sampling: SamplingParams,
-        metadata: JsonObject,
-    ) -> Completion:
-        """A model server's answer: every node of a session is made of one. It is without tokens where these are no ids
-        of any model."""
-        tokens = None
-        with suppress(ModelError):
-            tokens = tokens_in(choice, self._prompt)
-            if tokens is not None and isinstance(choice.prompt, str):
-                self._prompt = choice.prompt, tokens.prompt_ids
-        return Completion.model_construct(
-            message=choice.message,
-            tokens=tokens,
-            finish_reason=choice.finish_reason,
-            usage=usage,
-            policy=self.policy_of(served),
-            sampling=sampling,
-            metadata=metadata,
-        )
 
     def answer(self, body: Json, at: float = 0.0) -> Json:
         """As ``respond``, for a host that blocks. ``at``: when, in the host's own count, such as the id of an event.
@@ -431,7 +387,7 @@ class Session(Episode):
         start = len(turn.path)
         self._turns = [known for known in self._turns if known.path[:start] == turn.path]
         self.expect(turn)
-        seeds, turns = self._seeds.copy(), self.turns
+        seeds, turns = deepcopy(self._seeds), self.turns
         try:
             return await self.decide(self.world() if self.world is not None else None)
         finally:
@@ -522,48 +478,26 @@ class Session(Episode):
         request: Json = {"messages": [*wire]} | {name: value for name, value in given.items() if name not in _ELSEWHERE}
         key = path, request.get("seed")
         asking = Attempts(upstream, extended=self.token_ids, tries=3)
-        attempts = self._failed.pop(key, []) if self._failed else []  # a long path is slow to hash
-        sent = request
-
-        async def send() -> ChatAnswer:
-            nonlocal sent
-            sent = {**upstream.extensions, **request} if asking.extended else request
-            attempt: JsonObject = {"model": sent["model"], "parameters": recorded_parameters(sent), "error": None}
-            started = time.perf_counter()
-            try:
-                answer = _read(await upstream.send(sent))
-            except ServerError as error:
-                attempts.append({**attempt, "latency": time.perf_counter() - started, "error": str(error)})
-                raise
-            attempts.append({**attempt, "latency": time.perf_counter() - started})
-            return answer
-
-        wanted = bool(upstream.extensions) and self.token_ids
+        if self._failed:  # a long path is slow to hash
+            asking.log += self._failed.pop(key, [])
         try:
-            answer = await asking.answered(send)
-        except ServerError as error:
-            self._failed[key] = attempts
-            raise error.as_failure() from error
-        document = answer.plain()
-        choice = replace(answer.choices[0], message=_fitting(answer.choices[0].message, document, number))
-        metadata: JsonObject = {**self.note, "call": number, "attempts": [*attempts], "response": document}
+            answer = await asking.ask(request)
+        except EpisodeError:
+            self._failed[key] = asking.log
+            raise
+        document, choice = answer.plain(), answer.choices[0]
+        answer.choices[0] = replace(choice, message=_fitting(choice.message, document, number))
+        metadata: JsonObject = {**self.note, "call": number, "attempts": [*asking.log], "response": document}
         if rewritten:
             metadata["history_rewritten"] = True
         if self.reads is not None and path and (why := self.reads(document)) is not None:
             metadata["malformed"] = why
-        completion = self.completion(
-            choice,
-            served=answer.model or str(sent["model"]),
-            usage=answer.usage,
-            sampling=sampling_in(sent),
-            metadata=metadata,
-        )
-        wanted = wanted and all(request.get(name, True) for name in (TOKEN_IDS, LOGPROBS))
-        if wanted and (missing := missing_parts(asking.why_missing, completion.tokens)):
-            metadata[MISSING] = missing
+        policy = self.policy_of(answer.model or str(asking.sent["model"]))
+        completion = answer.completion(policy, sampling_in(asking.sent), metadata)
+        asking.note_missing(completion)
         self._spent += completion.usage
         if path:
-            self.documents[choice.message] = document
+            self.documents[completion.message] = document
             if self.exact and not given.get("tools"):
                 self.texts.add(completion)
         return completion
@@ -618,17 +552,6 @@ def _limits_of(settings: RLSettings, environment_mode: bool) -> Limits:
     # The default is made for short conversations, and the CodeAct agent's own instructions are longer. So it is no
     # limit in a workspace, even where it is written out: in a copied example, or in the settings of a worker process.
     return limits.model_copy(update={"max_prompt_length": None})
-
-
-def _read(body: bytes) -> ChatAnswer:
-    try:
-        return chat_answer(body)
-    except Unrecordable as problem:
-        document = parse_object(body)
-        if document is not None and not document.get("choices"):
-            raise ServerError(200, "the server answered without a choice", body) from problem
-        shown = " ".join(body[:200].decode("utf-8", "replace").split())
-        raise ServerError(500, f"{problem} (check base_url): {shown}", body) from problem
 
 
 def _fitting(message: Message, document: Json, number: int) -> Message:

@@ -117,7 +117,5 @@ class ShopWorld:
 
     def _engine(self, request: EpisodeRequest) -> LLMEngine:
         self.asked.append(request)
-        engine = OpenAIEngine(
-            request.served_model or MODEL, f"{self.server}/v1", base_model=MODEL, retries=1, backoff=0.05
-        )
+        engine = OpenAIEngine(request.served_model or MODEL, f"{self.server}/v1", base_model=MODEL, retries=1)
         return self.around_engine(request, SeededEngine(engine, request.sampling, request.seed))

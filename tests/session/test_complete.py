@@ -43,7 +43,7 @@ def session_of(server: ScriptedModel, strategy: Any = None, **request: Any) -> S
         base_model="base",
         environment_mode=True,
     )
-    session.upstream = HttpUpstream(server.url, "sk-hidden", 20.0, extended=True)
+    session.upstream = HttpUpstream(server.url, "sk-hidden", 20.0)
     return session
 
 

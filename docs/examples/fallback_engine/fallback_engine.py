@@ -39,9 +39,7 @@ class FallbackEngine:
 
     def __init__(self, options: FallbackOptions) -> None:
         self._servers = [
-            OpenAIEngine(
-                options.model, url, options.api_key, options.base_model or None, options.timeout, retries=1, backoff=0.1
-            )
+            OpenAIEngine(options.model, url, options.api_key, options.base_model or None, options.timeout, retries=1)
             for url in (options.base_url, options.second_url)
         ]
 

@@ -30,7 +30,7 @@ from openhands_rl_plugin import FileTrajectoryStorage, Task
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.core.types import EpisodeRequest, Sample, StrategySpec
 from openhands_rl_plugin.models.engines.client import EXTENSIONS
-from openhands_rl_plugin.models.engines.openai_wire import parsed_completion
+from openhands_rl_plugin.models.engines.openai_wire import parse_object
 from openhands_rl_plugin.rollout.strategies.base import StandardReActStrategy
 from openhands_rl_plugin.session.session import Session
 from openhands_rl_plugin.training.data.batch import samples_of
@@ -102,7 +102,7 @@ def main() -> None:
     requests, answers = traffic.requests(), traffic.answers()
     times: dict[str, list[float]] = {"all": [], "own work (at most 0.8)": [], "least: orjson": []}
     for _ in range(options.repeats + 1):
-        spent, read = asyncio.run(recorded(requests, answers)), milliseconds(parsed_completion, answers)
+        spent, read = asyncio.run(recorded(requests, answers)), milliseconds(parse_object, answers)
         own = map(float.__sub__, spent, read)
         for name, values in zip(times, (spent, own, milliseconds(orjson.loads, answers)), strict=True):
             times[name].append(statistics.median(values))

@@ -135,7 +135,7 @@ def upstream_of(given: Mapping[str, Any], send: Callable[..., ModelResponse]) ->
         return _LiteLLM(send, provider)
     key = given.get("api_key") or key_of(provider)
     timeout = given.get("timeout") or _NO_TIMEOUT
-    return HttpUpstream(base_url, key, timeout, extended=True, headers=given.get("extra_headers"))
+    return HttpUpstream(base_url, key, timeout, headers=given.get("extra_headers"))
 
 
 class _LiteLLM:

@@ -5,28 +5,34 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import time
 import zlib
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from copy import copy
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 from urllib.parse import urlsplit
 
 import aiohttp
-from multidict import CIMultiDict
 from pydantic import BaseModel, ConfigDict, ValidationError
 from yarl import URL
 
 from openhands_rl_plugin.core.concurrency import Backoff, background
 from openhands_rl_plugin.core.errors import ConfigError, EpisodeError, InfrastructureError, ModelError
-from openhands_rl_plugin.core.messages import NEUTRAL_PARAMETERS, error_in, sampling_in
+from openhands_rl_plugin.core.messages import (
+    NEUTRAL_PARAMETERS,
+    error_in,
+    reasoning_in,
+    recorded_parameters,
+    sampling_in,
+)
 from openhands_rl_plugin.core.protocols import LLMEngine
 from openhands_rl_plugin.core.records import MISSING
 from openhands_rl_plugin.core.secrets import SHORTEST_OWN
-from openhands_rl_plugin.core.servers import named_key, sendable_key
-from openhands_rl_plugin.core.types import Completion, JsonObject, Message, SamplingParams, Tokens
+from openhands_rl_plugin.core.servers import sendable_key
+from openhands_rl_plugin.core.types import Completion, JsonObject, Message, PolicyRef, SamplingParams
 from openhands_rl_plugin.models.engines.openai_wire import (
     LOGPROBS,
     TOKEN_IDS,
@@ -34,19 +40,17 @@ from openhands_rl_plugin.models.engines.openai_wire import (
     Json,
     Unrecordable,
     chat_answer,
-    completion_in,
     dump_object,
     parse_object,
+    reading,
     request_body,
 )
 
 Response = aiohttp.ClientResponse
-RawHeaders = Sequence[tuple[bytes, bytes]]
-"""The headers of a request as they are sent, with lower-case names."""
 
 # Temporary errors: a timeout, a conflict, a request sent too early, too many requests.
 _WORTH_A_RETRY = frozenset({408, 409, 425, 429})
-_PAUSES = Backoff(0.5, 8.0)
+_PAUSES = Backoff(0.5, 20.0)
 # Seconds that a server may ask to wait (Retry-After).
 _LONGEST_PAUSE = 60.0
 _READ_BYTES, _LONGEST_HEAD = 2**20, 100 * 1024
@@ -69,13 +73,41 @@ class Upstream(Protocol):
 
 
 class Attempts:
-    """The attempts at one request. ``failures``: how many failed, those aside that the server refused because of the
-    ``extensions``; such a request is sent once more without them."""
+    """The attempts at one request.
 
-    def __init__(self, server: Upstream, *, extended: bool = True, tries: int = 1, pauses: Backoff = _PAUSES) -> None:
-        self.extended = extended and bool(server.extensions)
+    A request that the server refuses because of the ``extensions`` is sent once more without them. ``failures`` counts
+    the other failed attempts. ``log`` has the model, the parameters, the latency in seconds and the error of each
+    attempt of ``ask``; ``sent`` is its last request.
+    """
+
+    def __init__(self, server: Upstream, *, extended: bool = True, tries: int = 1) -> None:
+        self.extended = self._wanted = extended and bool(server.extensions)
         self.failures = 0
-        self._refusal, self._tries, self._pauses = "", tries, pauses
+        self.log: list[JsonObject] = []
+        self.sent: Json = {}
+        self._server, self._tries, self._refusal = server, tries, ""
+
+    async def ask(self, request: Json) -> ChatAnswer:
+        """The answer to a chat request.
+
+        Raises ``InfrastructureError`` or ``ModelError`` after the last attempt, with the ``ServerError`` as the cause.
+        """
+        try:
+            return await self.answered(partial(self._attempt, request))
+        except ServerError as error:
+            raise error.as_failure(self.failures) from error
+
+    async def _attempt(self, request: Json) -> ChatAnswer:
+        self.sent = {**self._server.extensions, **request} if self.extended else request
+        attempt: JsonObject = {"model": self.sent["model"], "parameters": recorded_parameters(self.sent), "error": None}
+        started = time.perf_counter()
+        try:
+            return _read(await self._server.send(self.sent))
+        except ServerError as error:
+            attempt["error"] = str(error)
+            raise
+        finally:
+            self.log.append({**attempt, "latency": time.perf_counter() - started})
 
     async def answered[T](self, send: Callable[[], Awaitable[T]]) -> T:
         """The result of ``send``, which sends the request with the extensions where they are ``extended``. It is called
@@ -96,21 +128,41 @@ class Attempts:
         self.failures += 1
         if not error.is_temporary or error.status == 200 or self.failures >= self._tries:
             return False
-        await asyncio.sleep(max(self._pauses.pause(self.failures), min(error.retry_after, _LONGEST_PAUSE)))
+        await asyncio.sleep(max(_PAUSES.pause(self.failures), min(error.retry_after, _LONGEST_PAUSE)))
         return True
 
     def why_missing(self, name: str) -> str:
         """Why an answer came without what the extension ``name`` asks for."""
         return self._refusal or f"the model server ignores {name}"
 
+    def note_missing(self, completion: Completion) -> None:
+        """Name in the metadata what training needs and the answer of ``ask`` lacks, where the request asked for it."""
+        if self._wanted and all(self.sent.get(name, True) for name in (TOKEN_IDS, LOGPROBS)):
+            note_missing(completion, self.why_missing)
 
-def missing_parts(why: Callable[[str], str], tokens: Tokens | None) -> JsonObject:
-    """What training needs and an answer lacks, each with its cause, ``why`` for an extension: as under ``MISSING``."""
-    if tokens is None:
-        return {"token_ids": why(TOKEN_IDS)}
-    if tokens.sampled_ids and not tokens.logprobs:
-        return {"logprobs": why(LOGPROBS)}
-    return {}
+
+def note_missing(completion: Completion, why: Callable[[str], str]) -> JsonObject:
+    """Name in the metadata what training needs and the completion lacks, each with its cause: ``why`` of an extension.
+    Returns it."""
+    tokens = completion.tokens
+    lacks = {"token_ids": TOKEN_IDS} if tokens is None else {}
+    if tokens is not None and tokens.sampled_ids and not tokens.logprobs:
+        lacks = {"logprobs": LOGPROBS}
+    missing: JsonObject = {what: why(name) for what, name in lacks.items()}
+    if missing:
+        completion.metadata[MISSING] = missing
+    return missing
+
+
+def _read(body: bytes) -> ChatAnswer:
+    try:
+        return reading("the response", chat_answer, body)
+    except Unrecordable as problem:
+        document = parse_object(body)
+        if document is not None and not document.get("choices"):
+            raise ServerError(200, "the server answered without a choice", body) from problem
+        shown = " ".join(body[:200].decode("utf-8", "replace").split())
+        raise ServerError(500, f"{problem} (check base_url): {shown}", body) from problem
 
 
 class ServerError(Exception):
@@ -133,7 +185,7 @@ class ServerError(Exception):
         waits = (self.headers or {}).get("retry-after", "")
         return float(waits) if waits.isascii() and waits.isdecimal() else 0.0  # a date is rare
 
-    def as_failure(self, attempts: int = 1) -> EpisodeError:
+    def as_failure(self, attempts: int) -> EpisodeError:
         """``ModelError`` when the server refuses the request itself, else ``InfrastructureError``."""
         tried = f" (after {attempts} attempts)" if attempts > 1 else ""
         return (InfrastructureError if self.is_temporary else ModelError)(f"{self}{tried}")
@@ -147,15 +199,15 @@ def server_error(caught: BaseException) -> ServerError | None:
     return error
 
 
-JSON = (b"content-type", b"application/json")
+_JSON = {"content-type": "application/json"}
 Connections = dict[tuple[asyncio.AbstractEventLoop, str], aiohttp.ClientSession]
-"""Open ones by event loop and server."""
+"""Open ones by event loop and scheme."""
 _SHARED: Connections = {}
 
 
-def _connected(connections: Connections, scheme: str, origin: str) -> aiohttp.ClientSession:
-    """The session of this event loop for a server. It adds no header, follows no redirect and keeps no cookie."""
-    at = (asyncio.get_running_loop(), origin)
+def _connected(connections: Connections, scheme: str) -> aiohttp.ClientSession:
+    """The session of this event loop. It adds no header, follows no redirect and keeps no cookie."""
+    at = (asyncio.get_running_loop(), scheme)
     if (known := connections.get(at)) is None:
         known = connections[at] = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_IDLE_SECONDS),
@@ -185,9 +237,10 @@ def _close_all() -> None:
 class HttpUpstream:
     """A server with an API like OpenAI's. ``timeout``: seconds of a request, from the connection to the last byte.
 
-    ``extended``: whether requests may have ``EXTENSIONS``. ``connections``: by default those of all such servers of the
-    process.
+    ``headers`` go with every chat request. ``connections``: by default those of all such servers of the process.
     """
+
+    extensions: JsonObject = EXTENSIONS
 
     def __init__(
         self,
@@ -195,20 +248,14 @@ class HttpUpstream:
         key: str | None,
         timeout: float,
         *,
-        extended: bool = False,
-        headers: Mapping[str, str] | RawHeaders | None = None,
+        headers: Mapping[str, str] | None = None,
         connections: Connections = _SHARED,
     ) -> None:
-        self.extensions: JsonObject = EXTENSIONS if extended else {}
-        self._base = base_url.rstrip("/")
-        self._timeout = timeout
-        self._key = key.encode() if key else b""
-        given = headers.items() if isinstance(headers, Mapping) else ()
-        own = ((name.lower().encode(), value.encode()) for name, value in given)
-        self._headers = [*own, *(() if isinstance(headers, Mapping) else headers or ()), JSON]
+        self._base, self._key, self._timeout = base_url.rstrip("/"), key or "", timeout
+        self._headers = {name.lower(): value for name, value in (headers or {}).items()} | _JSON
         self._connections = connections
         url = urlsplit(base_url)
-        self._scheme, self._origin = url.scheme, f"{url.scheme}://{url.netloc}"
+        self._scheme = url.scheme
         # Anthropic takes a bearer token for another kind of key; vLLM and others know no other header.
         self._anthropic = (url.hostname or "").endswith("anthropic.com")
 
@@ -224,18 +271,19 @@ class HttpUpstream:
     async def ask(self, path: str, body: Mapping[str, object] | None = None) -> bytes:
         """The body of an answer; ``GET`` without a body. Raises ``ServerError``."""
         method, content = ("GET", b"") if body is None else ("POST", dump_object(body))
-        async with self.open(method, path, (JSON,), content) as response:
+        async with self.open(method, path, _JSON, content) as response:
             return await whole(response)
 
     @asynccontextmanager
-    async def open(self, method: str, path: str, headers: RawHeaders, body: bytes) -> AsyncIterator[Response]:
+    async def open(self, method: str, path: str, headers: Mapping[str, str], body: bytes) -> AsyncIterator[Response]:
         """An open response, to be read by ``parts``; ``path`` is below ``/v1``. Raises ``ServerError``, also in the
         block."""
-        keys = [] if self._anthropic or not self._key else [(b"authorization", b"Bearer " + self._key)]
+        sent = {**headers}
+        if self._key and not self._anthropic:
+            sent["authorization"] = f"Bearer {self._key}"
         if self._key and (self._anthropic or path.startswith("messages")):
-            keys.append((b"x-api-key", self._key))
-        sent = CIMultiDict((name.decode("latin-1"), value.decode("latin-1")) for name, value in (*headers, *keys))
-        server, client = f"model server at {self._base}", _connected(self._connections, self._scheme, self._origin)
+            sent["x-api-key"] = self._key
+        server, client = f"model server at {self._base}", _connected(self._connections, self._scheme)
         url = URL(f"{self._base}/{path}", encoded=True)
         try:
             async with (
@@ -258,7 +306,7 @@ class HttpUpstream:
     def _error(self, status: int, answer: bytes, headers: Mapping[str, str]) -> ServerError:
         """That of an answer with this body, without the key."""
         if len(self._key) >= SHORTEST_OWN:
-            answer = answer.replace(self._key, b"***")  # some servers repeat it
+            answer = answer.replace(self._key.encode(), b"***")  # some servers repeat it
         if status < 400:  # a client that followed it would leave with its messages
             place = headers.get("location", "").partition("://")[2].partition("?")[0].partition("/")[0]
             other, where = place.rpartition("@")[2][:200] or "another path", "set --upstream or base_url"
@@ -396,31 +444,21 @@ class ConversationSeeds:
     """Numbers for the seeds of an episode's calls.
 
     A number follows from the conversation that an answer is sampled to, and from how many calls there were about it. So
-    an episode can be sampled again whatever runs beside it, and whichever of its own branches is answered first. The
-    first call's is 0, so that a request's seed is the one that its first answer is sampled with.
+    an episode can be sampled again whatever runs at the same time, and whichever of its own branches is answered first.
+    The first call's is 0, so that a request's seed is the one that its first answer is sampled with.
     """
 
     def __init__(self) -> None:
         self._first: int | None = None
         self._calls: Counter[int] = Counter()
-        self._last: tuple[tuple[Message, ...], int] = (), 0
-
-    def copy(self) -> ConversationSeeds:
-        """The numbers as they are now."""
-        copied = copy(self)
-        copied._calls = self._calls.copy()
-        return copied
 
     def next(self, messages: Sequence[Message]) -> int:
         """The number of the next call about ``messages``."""
-        (known, digest), given = self._last, tuple(messages)
-        if given[: len(known)] != known:
-            known, digest = (), 0
-        for message in given[len(known) :]:
+        digest = 0
+        for message in messages:
             digest = zlib.crc32(f"{message.role}\0{message.content}\0".encode("utf-8", "surrogatepass"), digest)
             for call in message.tool_calls:
                 digest = zlib.crc32(repr((call.name, call.arguments)).encode("utf-8", "surrogatepass"), digest)
-        self._last = given, digest
         self._first = digest if self._first is None else self._first
         times = self._calls[digest]
         self._calls[digest] += 1
@@ -465,12 +503,9 @@ class OpenAIEngine:
         model: the served name, for example ``policy-v000007``.
         base_url: up to and including ``/v1``.
         api_key: sent as a bearer token; never stored elsewhere, printed or logged.
-        api_key_env: name of an environment variable that holds the key.
         base_model: name of the base model of an adapter; ``model`` without an adapter.
         timeout: seconds for one request, from the connection to the last byte.
         retries: how often a request is retried when the server is unreachable, slow or overloaded.
-        backoff: seconds before the first retry; doubled each time, with jitter.
-        token_ids: whether to ask for ``EXTENSIONS``; ``False`` for an endpoint that records them itself.
 
     Close it with ``aclose``, on the event loop of its requests.
     """
@@ -483,20 +518,13 @@ class OpenAIEngine:
         base_model: str | None = None,
         timeout: float = 120.0,
         *,
-        api_key_env: str | None = None,
         retries: int = 4,
-        backoff: float = 0.5,
-        token_ids: bool = True,
     ) -> None:
-        self.model = model
-        self.base_model = base_model or model
-        self.base_url = base_url.rstrip("/")
-        self._retries = retries
-        self._backoff = Backoff(backoff, 20.0)
-        self._token_ids = token_ids
-        key = sendable_key(api_key, "api_key") if api_key else named_key(api_key_env or "", "api_key_env")
+        self.model, self.base_model = model, base_model or model
+        self._tries = retries + 1
         self._connections: Connections = {}
-        self._server = HttpUpstream(base_url, key, timeout, extended=token_ids, connections=self._connections)
+        key = sendable_key(api_key or "", "api_key")
+        self._server = HttpUpstream(base_url, key, timeout, connections=self._connections)
 
     async def complete(
         self,
@@ -529,24 +557,18 @@ class OpenAIEngine:
         await close_connections(self._connections)
 
     async def _completion(self, body: JsonObject) -> Completion:
-        """The completion; what training needs and is missing is named in its metadata."""
-        attempts = Attempts(self._server, tries=self._retries + 1, pauses=self._backoff)
-        sent = body
-
-        async def send() -> ChatAnswer:
-            nonlocal sent
-            sent = {**self._server.extensions, **body} if attempts.extended else body
-            return chat_answer(await self._server.send(sent))
-
-        try:
-            answer = await attempts.answered(send)
-        except ServerError as error:
-            raise error.as_failure(attempts.failures) from error
-        except Unrecordable as problem:
-            raise ModelError(
-                f"the model server's answer is not a chat completion (check base_url): {problem}"
-            ) from problem
-        made = completion_in(answer, self.base_model, self.model, sampling_in(sent), attempts.failures + 1)
-        if self._token_ids and (missing := missing_parts(attempts.why_missing, made.tokens)):
-            made.metadata[MISSING] = missing
-        return made
+        asking = Attempts(self._server, tries=self._tries)
+        answer = await asking.ask(body)
+        policy = PolicyRef.from_served_name(self.base_model, answer.model)
+        if policy.adapter is None:
+            policy = PolicyRef.from_served_name(self.base_model, self.model)
+        about: JsonObject = {"attempts": len(asking.log)}
+        if thought := reasoning_in(answer.choices[0].extra):
+            about["reasoning_content"] = thought
+        made = answer.completion(policy, sampling_in(asking.sent), about)
+        asking.note_missing(made)
+        message = made.message
+        if message.tool_calls and message.content is not None:
+            # Templates insert white space between text and calls; it cannot be distinguished from that of the model.
+            message = message.model_copy(update={"content": message.content.strip() or None})
+        return made.model_copy(update={"message": message})

@@ -1,10 +1,4 @@
-"""The OpenAI chat format: builds requests, and parses responses with the token ids of vLLM, SGLang and ``serve``.
-
-The response to a prompt of 35,000 tokens has a quarter of a megabyte, nearly all of it prompt ids, most of which were
-in the prompt before. So arrays of ids stay text, which is compared with that of the earlier prompt, and only the new
-part is parsed. The text of ids is ``"17,4,256,"``: no spaces, a comma after each, so that the text of an extended
-prompt starts with the text of the earlier one, and a prefix never ends inside a number.
-"""
+"""The OpenAI chat format: builds requests, and parses responses with the token ids of vLLM, SGLang and ``serve``."""
 
 from __future__ import annotations
 
@@ -16,8 +10,6 @@ from typing import Any, NamedTuple
 
 from pydantic_core import from_json, to_json
 
-from openhands_rl_plugin.core.arrays import Floats, Ids
-from openhands_rl_plugin.core.errors import ModelError
 from openhands_rl_plugin.core.messages import (
     NEUTRAL_PARAMETERS,
     REASONING_NAMES,
@@ -34,7 +26,7 @@ from openhands_rl_plugin.core.messages import (
     usage_in,
     whole_json,
 )
-from openhands_rl_plugin.core.types import Completion, JsonObject, Message, PolicyRef, SamplingParams, Tokens
+from openhands_rl_plugin.core.types import Completion, JsonObject, Message, PolicyRef, SamplingParams, Tokens, Usage
 
 Json = dict[str, Any]
 TOKEN_IDS, LOGPROBS = "return_token_ids", "logprobs"
@@ -44,42 +36,10 @@ DONE = b"[DONE]"
 DEEPEST = 100
 """Levels of nesting. Pydantic reads 200 from a store, and what is recorded is wrapped in some more."""
 
-# A quote inside of a JSON text has a backslash before it, so this is always a field and the beginning of its array.
-_ARRAY = b'token_ids":['
 _ELSEWHERE = "provider_specific_fields"  # where litellm puts fields that are not part of OpenAI's format
 _ASKED_FOR = frozenset({*IDS, LOGPROBS})
 _RECORDED_ELSEWHERE = frozenset({"choices", "object", "model", *IDS})
 _IN_MESSAGE = ("role", "content", "tool_calls", "function_call", _ELSEWHERE)
-
-
-def parsed_completion(body: bytes) -> Any:
-    """As ``parsed``, with the text ``"1,2,"`` for every array ``[1,2]`` of ids."""
-    parts: list[bytes] = []
-    done = at = 0
-    while (at := body.find(_ARRAY, at)) >= 0:
-        at += len(_ARRAY)
-        end = body.find(b"]", at, body.find(b'"', at))
-        if end >= 0 and body.find(b"[", at, end) < 0:
-            inside = body[at:end].replace(b" ", b"")
-            parts += body[done : at - 1], b'"%s,"' % inside if inside else b'""'
-            done = at = end + 1
-    return parsed(b"".join((*parts, body[done:])))
-
-
-Known = tuple[str, Ids]
-"""The text of an array of ids, and the ids."""
-_NOTHING: Known = "", Ids()
-
-
-def read_ids(given: str | list[int], known: Known = _NOTHING) -> Ids:
-    """The ids in a text, or those of a list. Of a text that goes on from the ``known`` one, only what is new is read.
-
-    Raises ``ValueError`` for anything but ids.
-    """
-    if isinstance(given, list):
-        return Ids(given)
-    text, ids = known if given.startswith(known[0]) else _NOTHING
-    return ids + Ids(from_json(f"[{given[len(text) :].removesuffix(',')}]"))
 
 
 def request_body(
@@ -116,15 +76,11 @@ def parse_object(text: bytes) -> Json | None:
     return found if isinstance(found, dict) and not too_deep(found) else None
 
 
-def too_deep(value: object) -> bool:
-    """Whether a JSON value has more than ``DEEPEST`` levels of arrays and objects."""
-    level: list[Any] = [[value]]
-    for _ in range(DEEPEST + 1):
-        inside = (one.values() if type(one) is dict else one for one in level)
-        level = [each for values in inside for each in values if type(each) is dict or type(each) is list]
-        if not level:
-            return False
-    return True
+def too_deep(value: object, levels: int = DEEPEST) -> bool:
+    """Whether a JSON value has more than so many levels of arrays and objects."""
+    inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    nested = [each for each in inside if type(each) is dict or type(each) is list]
+    return bool(nested) and (levels == 1 or any(too_deep(each, levels - 1) for each in nested))
 
 
 def dump_object(value: Mapping[str, Any]) -> bytes:
@@ -170,51 +126,48 @@ def _shown(choice: Json, hidden: frozenset[str]) -> Json:
 
 @dataclass(frozen=True, slots=True)
 class ChatChoice:
-    """One choice. ``prompt`` and ``sampled`` are for ``read_ids``, ``None`` when the server returned none.
+    """One choice. ``tokens`` is ``None`` where the server returned no ids, or what are none; their logprobs are empty
+    when they are missing, not finite, or not one per sampled id.
 
-    ``logprobs`` has one for each sampled id, or none. ``extra`` has the other fields of the message,
-    such as ``reasoning_content``.
+    ``extra`` has the other fields of the message, such as ``reasoning_content``.
     """
 
     message: Message
     finish_reason: str | None
-    prompt: str | list[int] | None
-    sampled: str | list[int] | None
-    logprobs: Floats
+    tokens: Tokens | None
     extra: JsonObject
 
 
 def _choice(document: Json, choice: Json) -> ChatChoice:
     message = choice["message"]
-    prompt, sampled = array_in(PROMPT_IDS, document, choice), array_in(SAMPLED_IDS, choice)
     extra = {name: value for name, value in message.items() if name not in _IN_MESSAGE and value}
     if isinstance(message.get("content"), list) and (thought := reasoning_in(message)):
         extra["reasoning_content"] = thought
-    return ChatChoice(
-        message=to_message({**message, "role": "assistant"}),
-        finish_reason=finish_in(choice),
-        prompt=prompt,
-        sampled=sampled,
-        logprobs=logprobs_in(choice, sampled.count(",") if isinstance(sampled, str) else len(sampled or ())),
-        extra=extra,
-    )
+    read = to_message({**message, "role": "assistant"})
+    return ChatChoice(read, finish_in(choice), _tokens(document, choice), extra)
+
+
+def _tokens(document: Json, choice: Json) -> Tokens | None:
+    prompt, sampled = prompt_ids_in(document, choice), choice.get(SAMPLED_IDS)
+    if not isinstance(prompt, list) or not isinstance(sampled, list):
+        return None
+    try:
+        return Tokens.of(prompt, sampled, logprobs_in(choice, len(sampled)))
+    except ValueError:
+        return None
 
 
 class ChatAnswer:
-    """A chat completion as a model server sent it.
+    """A chat completion as a model server sent it. ``lost_ids``: some sampled tokens came without their ids."""
 
-    ``document`` is the parsed ``body``, with arrays of ids as texts; of what came in parts there is no body.
-    ``lost_ids``: some sampled tokens came without their ids.
-    """
-
-    def __init__(self, document: Json, body: bytes = b"", *, lost_ids: bool = False) -> None:
+    def __init__(self, document: Json, *, lost_ids: bool = False) -> None:
         """Raises ``Unrecordable`` when ``document`` is not a chat completion, and ``ValueError`` and others."""
         choices = document.get("choices")
         if not isinstance(choices, list) or not choices:
             raise Unrecordable("the response is not a chat completion")
         if error_in(document) is not None:
             raise Unrecordable("the response is an error")
-        self.document, self._body, self.lost_ids = document, body, lost_ids
+        self.document, self.lost_ids = document, lost_ids
         self.model = str(document.get("model") or "")
         self.usage = usage_in(document.get("usage"))
         self.choices = [_choice(document, each) for each in choices]
@@ -225,62 +178,30 @@ class ChatAnswer:
         shown = without(self.document, frozenset(IDS))
         return {name: value for name, value in shown.items() if name not in _RECORDED_ELSEWHERE and value}
 
-    def body_without(self, hidden: frozenset[str]) -> bytes:
-        """The body of the response as the server itself would give it to who does not ask for ``hidden``."""
-        return dump_object(without(self.document if hidden == _ASKED_FOR else parse_object(self._body), hidden))
-
     def plain(self) -> Json:
         """The response without token ids and logprobs."""
         return without(self.document, _ASKED_FOR)
 
+    def completion(self, policy: PolicyRef, sampling: SamplingParams, metadata: JsonObject, at: int = 0) -> Completion:
+        """That of the choice ``at``; the first one has the usage of all."""
+        choice = self.choices[at]
+        return Completion.model_construct(
+            message=choice.message,
+            tokens=choice.tokens,
+            finish_reason=choice.finish_reason,
+            usage=self.usage if at == 0 else Usage(),
+            policy=policy,
+            sampling=sampling,
+            metadata=metadata,
+        )
+
 
 def chat_answer(body: bytes) -> ChatAnswer:
-    """A whole response. Raises ``Unrecordable``."""
-    return reading("the response", _chat_answer, body)
-
-
-def _chat_answer(body: bytes) -> ChatAnswer:
-    document = parsed_completion(body)
+    """A whole response. Raises ``Unrecordable``, and ``ValueError`` and others."""
+    document = parsed(body)
     # Most of what has levels are the logprobs, which are not stored as they are.
     is_read = isinstance(document, dict) and not too_deep(without(document, _ASKED_FOR))
-    return ChatAnswer(document if is_read else {}, body)
-
-
-def completion_in(
-    answer: ChatAnswer, base_model: str, model: str, sampling: SamplingParams, attempts: int
-) -> Completion:
-    """That of the first choice; ``model`` is the name that was asked for. Raises ``ModelError`` for wrong token ids.
-
-    ``tokens`` is ``None`` without token ids; its logprobs are empty when they are missing, not finite, or not one per
-    sampled id.
-    """
-    policy = PolicyRef.from_served_name(base_model, answer.model or model)
-    if policy.adapter is None:
-        policy = PolicyRef.from_served_name(base_model, model)
-    choice, about = answer.choices[0], {"response_id": str(answer.document.get("id") or ""), "attempts": attempts}
-    thought, message = reasoning_in(choice.extra), choice.message
-    if message.tool_calls and message.content is not None:
-        # Templates insert white space between text and calls; it cannot be distinguished from that of the model.
-        message = message.model_copy(update={"content": message.content.strip() or None})
-    return Completion(
-        message=message,
-        tokens=tokens_in(choice),
-        finish_reason=choice.finish_reason,
-        usage=answer.usage,
-        policy=policy,
-        sampling=sampling,
-        metadata={**about, **({"reasoning_content": thought} if thought else {})},
-    )
-
-
-def tokens_in(choice: ChatChoice, known: Known = _NOTHING) -> Tokens | None:
-    """``None`` without ids; ``known`` as for ``read_ids``. Raises ``ModelError`` for what are no ids."""
-    if choice.prompt is None or choice.sampled is None:
-        return None
-    try:
-        return Tokens.of(read_ids(choice.prompt, known), read_ids(choice.sampled), choice.logprobs)
-    except ValueError as error:
-        raise ModelError(f"a token id of the model server's answer is none ({error}); repair the server") from error
+    return ChatAnswer(document if is_read else {})
 
 
 class ServerEvent(NamedTuple):
@@ -312,7 +233,6 @@ class EventStreamReader:
 _BLANK_LINE = re.compile(rb"\n\r?\n|\A\r?\n")
 _DATA = re.compile(rb"(?m)^data: ?([^\r\n]*)")
 
-_MOST_CHOICES = 1024
 _IN_PARTS = frozenset({"index", "delta", _ELSEWHERE, PROMPT_IDS})
 _READ = frozenset({"role", "content", "tool_calls", "function_call", _ELSEWHERE, *REASONING_NAMES})
 
@@ -323,7 +243,7 @@ class ChunkAssembler:
     def __init__(self) -> None:
         self._about: Json = {}
         self._choices: dict[int, Json] = {}
-        self._prompt_ids: list[int] | str | None = None
+        self._prompt_ids: Any = None
 
     @property
     def finished(self) -> int:
@@ -341,22 +261,19 @@ class ChunkAssembler:
 
     def add(self, chunk: Mapping[str, Any]) -> None:
         """Add a chunk. Raises ``ValueError`` and others when it is none."""
-        choices = chunk.get("choices") or ()
-        if not isinstance(choices, list | tuple):
-            raise ValueError("its choices are no list")
         for name, value in chunk.items():
             known = bool(value) if name == "usage" else value is not None and name not in self._about
             if known and name not in ("choices", PROMPT_IDS):
                 self._about[name] = value
-        for choice in choices:
-            index = (choice.get("index") or 0) if isinstance(choice, dict) else None
-            if type(index) is not int or not 0 <= index < _MOST_CHOICES:
+        for choice in chunk.get("choices") or ():
+            index = choice.get("index") or 0
+            if type(index) is not int:
                 raise ValueError("a choice has no valid index")
-            self._prompt_ids = self._prompt_ids or array_in(PROMPT_IDS, chunk, choice)
+            self._prompt_ids = self._prompt_ids or prompt_ids_in(chunk, choice)
             new = {"index": index, "message": {"role": "assistant", "tool_calls": []}, "finish_reason": None}
             whole, delta = self._choices.setdefault(index, new), choice.get("delta") or {}
-            beside = {name: value for name, value in choice.items() if name not in _IN_PARTS}
-            _join(whole, {**beside, "finish_reason": finish_in(choice)}, texts=False)
+            others = {name: value for name, value in choice.items() if name not in _IN_PARTS}
+            _join(whole, {**others, "finish_reason": finish_in(choice)}, texts=False)
             calls = listed(delta)
             message = {name: value for name, value in delta.items() if name not in _READ}
             message |= {"content": text_in(delta, calls), "reasoning_content": reasoning_in(delta)}
@@ -426,7 +343,6 @@ def _join_call(calls: list[Json], part: Any) -> None:
     known["arguments"] += arguments
 
 
-def array_in(name: str, *holders: Mapping[str, Any]) -> list[int] | str | None:
-    """The first array of ids called ``name``, or the text of one, in a response, a choice or a chunk."""
-    found = (holder.get(name) for holder in holders)
-    return next((ids for ids in found if isinstance(ids, list | str)), None)
+def prompt_ids_in(*holders: Mapping[str, Any]) -> Any:
+    """The ids of the prompt, which stand in a response, or in one of its choices."""
+    return next(filter(None, (holder.get(PROMPT_IDS) for holder in holders)), None)
