@@ -227,8 +227,8 @@ and the cosine of the gradients above 0.9999. `train` says the same for your mod
 - **refused**: the model's logprobs are not those of its last hidden states and its output layer. One line says so
   before anything is trained.
 
-Your model is tested each time that it is loaded, by its logprobs and not by its name, so other families work in the
-same way. Weights beside the layers (heads for several tokens, a vision tower) are neither used nor trained.
+Your model is tested each time that it is loaded, by its logprobs and not by its name. So other families work in the
+same way. Weights outside of the layers (heads for several tokens, a vision tower) are neither used nor trained.
 
 The adapter's layers are the default `target_modules`, where no others are named. A mixture of experts is trained
 with its attention and its shared layers: its experts stay as they are. The trainer routes anew: servers do not return
