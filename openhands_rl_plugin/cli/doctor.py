@@ -92,7 +92,7 @@ CHECKS: Sequence[tuple[str, Callable[[RLSettings], Awaitable[str]], str, str]] =
     ("training", _training, "warn", "needed for `train` and `serve` only: pip install 'openhands_rl_plugin[train]'"),
     ("bubblewrap", _bubblewrap, "warn", 'without it: [rl.workspace] isolation = "none"'),
     ("storage", _storage, "fail", "change its permissions, or correct [rl.storage]"),
-    ("model server", _model_server, "fail", "start it, as by `openhands-rl serve`, or correct [rl.serving]"),
+    ("model server", _model_server, "fail", "its address is [rl.serving] base_url"),
 )
 """What is checked, and how (an empty text: it does not apply); how bad a failure is, and the remedy."""
 
@@ -119,7 +119,7 @@ async def check_all(config: Path | None) -> AsyncIterator[tuple[str, str, str]]:
             if found := await check(settings):
                 yield "ok", what, found
         except RLError as error:
-            yield level, what, f"{one_line(str(error), _LONGEST)}; {remedy}"
+            yield level, what, f"{one_line(str(error), _LONGEST).rstrip('.')}; {remedy}"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
