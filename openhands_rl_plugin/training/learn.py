@@ -68,11 +68,7 @@ class TrainingJob:
 
 
 async def policy_dataset(
-    job: TrainingJob,
-    storage: TrajectoryStorage,
-    where: TrajectoryFilter | None = None,
-    *,
-    dry_run: bool = False,
+    job: TrainingJob, storage: TrajectoryStorage, where: TrajectoryFilter | None = None, *, dry_run: bool = False
 ) -> TrainingDataset:
     """What ``train_policy`` trains on: matching episodes of the base model and of the adapter's own versions.
 

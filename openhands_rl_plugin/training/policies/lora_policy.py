@@ -73,13 +73,7 @@ class _LoraLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        down: Tensor,
-        up: Tensor,
-        scaling: float,
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up: Tensor, scaling: float
     ) -> Tensor:
         low_down, low_up = down.to(x.dtype), (up * scaling).to(x.dtype)
         inner = F.linear(x, low_down)

@@ -246,15 +246,11 @@ class Trainer:
         """The checkpoints of the calls so far, until ``finish``."""
         self.parameters = policy.parameters
         """The float32 weights that are trained, by name."""
+        self.policy = policy
+        """The model that is trained."""
         self._version = version
-        self._policy = policy
         self._ranks = current_ranks(policy.device)
         self._rate = settings.learning_rate
-
-    @property
-    def policy(self) -> PackedModel:
-        """The model that is trained."""
-        return self._policy
 
     @cached_property
     def _optimizer(self) -> torch.optim.AdamW:
@@ -296,7 +292,7 @@ class Trainer:
         A pair is always in one micro-batch, however long it is. Raises ``TrainingError`` or ``StorageError``.
         """
         self._checked([sample for pair in pairs for sample in (*pair.chosen, *pair.rejected)])
-        if self._policy.sharded and not self._policy.packing.packed:
+        if self.policy.sharded and not self.policy.packing.packed:
             raise TrainingError(
                 "this model computes one sequence at a time, and pairs may have different numbers of them, so that "
                 'processes with sharded layers would wait for each other for ever: set [rl.training] sharding = "none"'
@@ -309,17 +305,17 @@ class Trainer:
         An adapter is in PEFT's format, a whole model in the layout of Hugging Face.
         """
         directory.mkdir(parents=True, exist_ok=True)
-        self._policy.save(directory)
+        self.policy.save(directory)
 
     def hand_over(self) -> None:
         """What other ranks do while rank 0 calls ``save_adapter``: send it their shards of the weights."""
-        if isinstance(self._policy, FullPolicy):
-            self._policy.hand_over()
+        if isinstance(self.policy, FullPolicy):
+            self.policy.hand_over()
 
     @property
     def notes(self) -> list[str]:
         """What a user should know before training begins, a line each."""
-        return self._policy.notes() if self.is_main_process else []
+        return self.policy.notes() if self.is_main_process else []
 
     @property
     def is_main_process(self) -> bool:
@@ -331,8 +327,8 @@ class Trainer:
         ids = tuple(token_ids)
         return Probe(
             token_ids=ids,
-            logprobs=tuple(self._policy.sequence_logprobs(ids)),
-            max_difference=self._policy.probe_tolerance,
+            logprobs=tuple(self.policy.sequence_logprobs(ids)),
+            max_difference=self.policy.probe_tolerance,
         )
 
     def became(self, adapter: Adapter | None) -> None:
@@ -350,7 +346,7 @@ class Trainer:
         Shuffling depends on the seed and the step counter only, so these are the whole state of the random numbers.
         Raises ``TrainingError`` for sharded weights: give ``run`` to ``sft`` to checkpoint those.
         """
-        if self._policy.sharded:
+        if self.policy.sharded:
             raise TrainingError(
                 "the weights are sharded over processes, so one file cannot hold them; give run= to sft"
             )
@@ -372,7 +368,7 @@ class Trainer:
         if run is not None or self._ranks.size > 1:
             name = self._fingerprint(samples, loss)
             self._ranks.assert_equal("episodes, weights or settings", name)
-            kept = RunCheckpoint(run, name, self._ranks, sharded=self._policy.sharded) if run is not None else None
+            kept = RunCheckpoint(run, name, self._ranks, sharded=self.policy.sharded) if run is not None else None
         start = self._begin(items, loss, kept)
         done, first_step, tally = start["done"], start["first_step"], start["tally"]
         tally |= {"samples": float(len(items)), "staleness": staleness(samples, newest)}
@@ -398,7 +394,7 @@ class Trainer:
                 record |= {"done": number, "total": len(order), "loss": total, "grad_norm": norm or 0.0}
                 record |= {"step": self.step, "learning_rate": self._rate, "seconds": tally["seconds"]}
                 record |= {"tokens_per_second": tally["tokens"] / (tally["seconds"] or 1.0)}
-                record |= {"packed": float(self._policy.packing.packed)}
+                record |= {"packed": float(self.policy.packing.packed)}
                 record["staleness"] = staleness([item.sample for item in batch], newest)
                 log.log(number, record)
                 each = settings.checkpoint_steps  # the last step too, until the trained weights are saved
@@ -423,11 +419,11 @@ class Trainer:
             start: dict[str, Any] = {"done": 0, "first_step": self.step, "tally": {**NOTHING}, "logprobs": None}
             order = self._order(items, self.step)
             epoch = order[: len(order) // self.settings.num_epochs]
-            if set_old_logprobs(self._policy, loss, items, epoch, self._ranks, version=self._version, limit=limit):
+            if set_old_logprobs(self.policy, loss, items, epoch, self._ranks, version=self._version, limit=limit):
                 start["logprobs"] = [(item.old, item.recorded) for item in items]
         if loss.needs_reference:
-            with self._policy.without_adapter():
-                references = policy_logprobs(self._policy, items, limit, self._ranks)
+            with self.policy.without_adapter():
+                references = policy_logprobs(self.policy, items, limit, self._ranks)
             for item, part in zip(items, references, strict=True):
                 item.reference = part
         subtract_teacher(items, self.settings)
@@ -453,7 +449,7 @@ class Trainer:
         for parameter in self.parameters.values():
             if parameter.grad is None:  # of an expert that no token was sent to: every rank has the same gradients
                 parameter.grad = torch.zeros_like(parameter)
-        if not self._policy.sharded:  # FSDP sums them in the backward pass
+        if not self.policy.sharded:  # FSDP sums them in the backward pass
             self._ranks.all_reduce([each.grad for each in self.parameters.values() if each.grad is not None])
         total, sums = all_reduce_metrics(self._ranks, total, sums)
         norm = torch.nn.utils.clip_grad_norm_(self.parameters.values(), self.settings.max_grad_norm)
@@ -472,7 +468,7 @@ class Trainer:
         self, group: list[TrainingSample], weights: list[float], loss: Loss
     ) -> tuple[float, dict[str, float]]:
         """Accumulate the gradient of one micro-batch; returns its share of the loss."""
-        logprobs, entropies = micro_batch_logprobs(self._policy, group)
+        logprobs, entropies = micro_batch_logprobs(self.policy, group)
         share, sums = loss(MicroBatch(group, logprobs, entropies, logprobs.new_tensor(weights)))
         share.backward()
         return share.item(), sums
@@ -480,7 +476,7 @@ class Trainer:
     @property
     def _micro_batch_tokens(self) -> int:
         """Every sequence is longer than one token: then each is a micro-batch of its own."""
-        return self.settings.max_tokens_per_micro_batch if self._policy.packing.packed else 1
+        return self.settings.max_tokens_per_micro_batch if self.policy.packing.packed else 1
 
     def _order(self, items: list[TrainingSample], first_step: int) -> list[list[TrainingSample]]:
         """The optimiser batches of all epochs."""
@@ -489,7 +485,7 @@ class Trainer:
         return batches(items, size=chosen.batch_size, epochs=chosen.num_epochs, seed=seed)
 
     def _checked(self, samples: Sequence[Sample]) -> Sequence[Sample]:
-        check_samples(samples, longest=self._policy.longest, vocabulary=self._policy.vocabulary)
+        check_samples(samples, longest=self.policy.longest, vocabulary=self.policy.vocabulary)
         return samples
 
     def _state(self) -> dict[str, Any]:
@@ -498,11 +494,11 @@ class Trainer:
             name: {key: local_shard(moment) for key, moment in self._optimizer.state.get(parameter, {}).items()}
             for name, parameter in self.parameters.items()
         }
-        return {"weights": self._policy.weights(), "moments": moments, "step": self.step, "version": self._version}
+        return {"weights": self.policy.weights(), "moments": moments, "step": self.step, "version": self._version}
 
     def _restore(self, state: dict[str, Any], source: str) -> None:
         """Continue from what ``_state`` gave. Raises ``TrainingError``."""
-        self._policy.set_weights(state["weights"], source)
+        self.policy.set_weights(state["weights"], source)
         self._optimizer.state.clear()
         for name, moments in state["moments"].items():
             parameter = self.parameters[name]
@@ -517,11 +513,11 @@ class Trainer:
     def _fingerprint(self, samples: list[Sample], loss: Loss) -> str:
         """A digest of everything that the result of a call depends on."""
         # Sums of integers do not depend on the sharding of the weights.
-        parts = self._policy.weights().values()
+        parts = self.policy.weights().values()
         sums = torch.stack([part.contiguous().view(torch.int32).sum(dtype=torch.int64).cpu() for part in parts])
-        if self._policy.sharded:
+        if self.policy.sharded:
             self._ranks.all_reduce([sums])
-        return digest_of(samples, self.settings, loss.kind, self._policy.model_path, self.step, sums.tolist())
+        return digest_of(samples, self.settings, loss.kind, self.policy.model_path, self.step, sums.tolist())
 
 
 class LocalTrainer(Trainer):

@@ -275,10 +275,7 @@ def test_the_user_stops_the_agent_in_mid_search(server: ScriptedModel, tmp_path:
         meddler.start()
         task = MessageAction(content="Wait.")
         await run_controller(
-            config=config,
-            initial_user_action=task,
-            runtime=runtime,
-            fake_user_response_fn=auto_continue_response,
+            config=config, initial_user_action=task, runtime=runtime, fake_user_response_fn=auto_continue_response
         )
         meddler.join()
         runtime.event_stream.close()

@@ -61,7 +61,7 @@ def test_bfloat16_keeps_steps_that_it_would_round_away(model: Path) -> None:
     name = "model.layers.0.mlp.up_proj.weight"
     moved = (trainer.parameters[name] - before[name]).abs().mean().item()
     assert 5e-7 < moved < 3e-6, "two steps of 1e-6"
-    assert trainer._policy._base.get_parameter(name).dtype == torch.bfloat16
+    assert trainer.policy._base.get_parameter(name).dtype == torch.bfloat16
 
 
 def test_the_command_writes_a_model_and_will_not_publish_it(
@@ -89,14 +89,14 @@ def test_qlora_trains_an_adapter_on_a_base_of_four_bits(tmp_path: Path) -> None:
     model = write_model(tmp_path / "model", model_type="qwen2", tie_word_embeddings=False)
     settings = EXACT.model_copy(update={"method": "qlora", "gradient_checkpointing": True})
     trainer = LocalTrainer(model, settings)
-    layers = {type(layer.base_layer).__name__ for layer in trainer._policy._base.modules() if hasattr(layer, "lora_A")}
+    layers = {type(layer.base_layer).__name__ for layer in trainer.policy._base.modules() if hasattr(layer, "lora_A")}
     assert layers == {"Linear4bit"}
     metrics = trainer.sft(make_samples(6))
     assert metrics["last_loss"] < metrics["first_loss"]
     saved = adapter_of(trainer, tmp_path / "adapter")
     again = LocalTrainer(model, settings)
-    again._policy.load(tmp_path / "adapter")
-    assert_same(again._policy.weights(), saved)
+    again.policy.load(tmp_path / "adapter")
+    assert_same(again.policy.weights(), saved)
     assert again.probe((5, 6, 7, 8)).logprobs == pytest.approx(trainer.probe((5, 6, 7, 8)).logprobs, abs=1e-5)
     assert memory_needed(model, settings) < memory_needed(model, EXACT)
 
