@@ -18,12 +18,12 @@ from openhands_rl_plugin.config.rl import TrainingSettings
 from openhands_rl_plugin.core.types import TURN, Node, Sample, Trajectory, kind_of
 from openhands_rl_plugin.rollout.strategies.search import notes, times_merged
 from openhands_rl_plugin.training.algorithms import RolloutBatch, algorithm_of, dr_grpo, whiten
-from openhands_rl_plugin.training.data.batch import samples_of, samples_of_tree, trained_nodes
+from openhands_rl_plugin.training.data.batch import sampled_nodes, samples_of, samples_of_tree, trained_nodes
 
 
 def turn_advantages(
     trajectories: Sequence[Trajectory],
-    rewards: Sequence[float | None],
+    rewards: Sequence[float],
     groups: Groups,
     settings: TrainingSettings,
     *,
@@ -45,7 +45,7 @@ def turn_advantages(
     for group, members in enumerate(groups):
         longest = max(len(trajectories[index].acted()) for index in members)
         for index in members:
-            one, to_go = trajectories[index], returns_to_go(trajectories[index], rewards[index] or 0.0, settings)
+            one, to_go = trajectories[index], returns_to_go(trajectories[index], rewards[index], settings)
             trained = trained_nodes(one)
             ended = [None] * (longest - len(to_go))
             for number, at in enumerate(trained if by_state else (*to_go, *ended)):
@@ -68,10 +68,6 @@ def sampled_tokens(trajectory: Trajectory, at: int) -> int:
     return len(tokens.sampled_ids) if tokens is not None else 0
 
 
-def _trained_tokens(trajectory: Trajectory) -> int:
-    return sum(sampled_tokens(trajectory, at) for at in trained_nodes(trajectory))
-
-
 EQUAL = 1e-9
 """Rewards that differ by at most this much are equal: sums of step rewards, such as 10 x 0.1, have rounding errors."""
 
@@ -81,7 +77,7 @@ Groups = Sequence[Sequence[int]]
 
 
 def groups_with_signal(
-    trajectories: Sequence[Trajectory], rewards: Sequence[float | None], settings: TrainingSettings
+    trajectories: Sequence[Trajectory], rewards: Sequence[float], settings: TrainingSettings
 ) -> Groups:
     """The groups whose rewards differ; without a group are those that are the only one of theirs, too.
 
@@ -93,13 +89,13 @@ def groups_with_signal(
     members, chosen = list(groups.values()), algorithm_of(settings)
     if chosen.estimator.grouped:
         return [each for each in members if not _all_equal([rewards[i] for i in each])]
-    flat = members and chosen.rewarded and settings.step_rewards == "episode" and _all_equal(rewards)
+    flat = members and settings.step_rewards == "episode" and _all_equal(rewards)
     return [] if flat else members
 
 
 def group_advantages(
     trajectories: Sequence[Trajectory],
-    rewards: Sequence[float | None],
+    rewards: Sequence[float],
     settings: TrainingSettings | None = None,
     *,
     whitened: bool = True,
@@ -112,10 +108,11 @@ def group_advantages(
     settings = settings or TrainingSettings()
     groups = groups_with_signal(trajectories, rewards, settings)
     order = [(index, number) for number, members in enumerate(groups) for index in members]
+    episodes = [trajectories[index] for index, _ in order]
     rollouts = RolloutBatch(
-        rewards=[float(rewards[index] or 0.0) for index, _ in order],
+        rewards=[rewards[index] for index, _ in order],
         groups=[number for _, number in order],
-        lengths=[_trained_tokens(trajectories[index]) for index, _ in order],
+        lengths=[sum(sampled_tokens(each, at) for at in trained_nodes(each)) for each in episodes],
     )
     estimator = algorithm_of(settings).estimator
     values = estimator(rollouts) if whitened else estimator.baseline(rollouts)
@@ -125,9 +122,8 @@ def group_advantages(
     return advantages
 
 
-def _all_equal(rewards: Sequence[float | None]) -> bool:
-    known = [reward for reward in rewards if reward is not None]
-    return max(known) - min(known) <= EQUAL
+def _all_equal(rewards: Sequence[float]) -> bool:
+    return max(rewards) - min(rewards) <= EQUAL
 
 
 NodeAdvantages = dict[int, float]
@@ -186,13 +182,15 @@ def state_before(trajectory: Trajectory, at: int) -> tuple[str, ...]:
 
 
 def credited_samples(
-    trajectories: Sequence[Trajectory], rewards: Sequence[float | None], settings: TrainingSettings
+    trajectories: Sequence[Trajectory], rewards: Sequence[float], settings: TrainingSettings
 ) -> list[Sample]:
     """The training sequences of scored episodes, with advantages, by the algorithm of ``settings``.
 
-    Siblings in a tree are compared also where there is no other episode to compare with. Raises ``TrainingError`` as
-    ``samples_of`` does.
+    Siblings in a tree are compared also where there is no other episode to compare with. Without rewards all that was
+    sampled is trained, also malformed completions. Raises ``TrainingError`` as ``samples_of`` does.
     """
+    if not algorithm_of(settings).rewarded:
+        return [s for t in trajectories for s in samples_of_tree(t, dict.fromkeys(sampled_nodes(t), 0.0))]
     if settings.tree == "path" and settings.step_rewards == "episode" and not settings.state_weight:
         whole = group_advantages(trajectories, rewards, settings)
         weighted = [(t, a) for t, a in zip(trajectories, whole, strict=True) if a is not None]
@@ -215,7 +213,7 @@ def credited_samples(
 
 
 def _node_advantages(
-    trajectories: Sequence[Trajectory], rewards: Sequence[float | None], settings: TrainingSettings
+    trajectories: Sequence[Trajectory], rewards: Sequence[float], settings: TrainingSettings
 ) -> dict[int, NodeAdvantages]:
     """``trajectory index -> node -> advantage``, before whitening."""
     if settings.tree == "proposals":

@@ -22,11 +22,14 @@ from openhands_rl_plugin.core.judgements import asked_in_common
 from openhands_rl_plugin.core.messages import NEUTRAL_PARAMETERS, altering_parameters
 from openhands_rl_plugin.core.redaction import is_redacted
 from openhands_rl_plugin.core.types import (
+    TURN,
+    FailureKind,
     Node,
     Sample,
     SamplingParams,
     StopReason,
     Trajectory,
+    kind_of,
 )
 from openhands_rl_plugin.training.algorithms import algorithm_of
 
@@ -118,6 +121,12 @@ def is_interrupted(trajectory: Trajectory) -> bool:
     return trajectory.stop in _INTERRUPTED
 
 
+def is_failed(trajectory: Trajectory, *, rewarded: bool = True) -> bool:
+    """Whether a failure excludes the episode; where no reward is needed, one of the model does not."""
+    failure = trajectory.failure
+    return failure is not None and (rewarded or failure.kind is not FailureKind.MODEL)
+
+
 def is_cut_short(trajectory: Trajectory) -> bool:
     """Whether a limit, not the task, ended the episode or truncated its last answer."""
     return _ended_by_limit(trajectory) or trajectory.stop is StopReason.TIMEOUT
@@ -170,11 +179,7 @@ def regrouped(trajectory: Trajectory) -> Trajectory:
 
 
 def samples_of(
-    trajectory: Trajectory,
-    advantage: float = 1.0,
-    leaf: int | None = None,
-    *,
-    need_logprobs: bool = True,
+    trajectory: Trajectory, advantage: float = 1.0, leaf: int | None = None, *, need_logprobs: bool = True
 ) -> list[Sample]:
     """The training sequences of one path (default: of all that was acted on), in order.
 
@@ -205,6 +210,16 @@ def trained_nodes(trajectory: Trajectory, *, need_logprobs: bool = True) -> tupl
         return acted
     recorded = recorded_nodes(trajectory, need_logprobs=need_logprobs)
     return tuple(at for at in acted if at in path or at in recorded)
+
+
+def sampled_nodes(trajectory: Trajectory) -> tuple[int, ...]:
+    """All recorded completions that were sampled from the policy, in order, also malformed ones and other proposals.
+
+    Those are the samples of an algorithm that needs no reward.
+    """
+    recorded = recorded_nodes(trajectory)
+    turns = (at for at, node in enumerate(trajectory.nodes) if node.sampled and kind_of(node) == TURN)
+    return tuple(at for at in turns if at in recorded and not is_sampled_off_policy(trajectory.nodes[at].sampling))
 
 
 def is_recorded(trajectory: Trajectory, *, need_logprobs: bool = True) -> bool:

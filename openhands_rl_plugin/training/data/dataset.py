@@ -16,6 +16,7 @@ from openhands_rl_plugin.rollout.scoring import JudgesLabels, judge_all, known_s
 from openhands_rl_plugin.training.algorithms import algorithm_of, needs_logprobs
 from openhands_rl_plugin.training.credit.credit import EQUAL, credited_samples, is_searched
 from openhands_rl_plugin.training.data.batch import (
+    is_failed,
     is_interrupted,
     is_overlong,
     is_recorded,
@@ -23,6 +24,7 @@ from openhands_rl_plugin.training.data.batch import (
     off_policy_sampling,
     recorded_nodes,
     regrouped,
+    sampled_nodes,
     samples_of,
     samples_of_tree,
     until_secret,
@@ -270,7 +272,8 @@ async def load_episodes(
 
     With ``demonstrations`` also imported ones, whoever sampled them, with the outcome that their record says; with
     ``presume`` those without a label count as chosen to be imitated: 1.0; with ``unjudged`` those without a reward
-    are there, too. People's preferences between two of them come with them, and those two also without a reward.
+    are there, too, and those that failed of the model. People's preferences between two of them come with them, and
+    those two also without a reward.
     Episodes of an evaluation split are excluded unless ``where`` names the split. An episode without a score of the
     reward is scored here, unless it is a sub-agent's; the score is not stored. A reward that ``JudgesLabels`` goes by
     the labels as they are now. Raises ``ConfigError`` for episodes of several base models, ``TrainingError`` for none.
@@ -288,7 +291,7 @@ async def load_episodes(
             excluded["held_out"] += 1
         elif other and not imported:
             excluded["other_policy"] += 1
-        elif trajectory.failure is not None:
+        elif trajectory.failure is not None and is_failed(trajectory, rewarded=not unjudged):
             excluded[f"failed: {trajectory.failure.kind.value}"] += 1
         else:
             own.append(trajectory)
@@ -356,7 +359,8 @@ def build_dataset(episodes: Episodes, settings: TrainingSettings, *, regroup: bo
             samples = credited_samples(trajectories, rewards, settings)
     trained = {sample.trajectory_id for sample in samples}
     used = len(trained)
-    as_sampled = algorithm_of(settings).kind == "reinforcement" and settings.tree == "path"
+    algorithm = algorithm_of(settings)
+    as_sampled = algorithm.kind == "reinforcement" and algorithm.rewarded and settings.tree == "path"
     return TrainingDataset(
         algorithm=settings.algorithm,
         samples=tuple(samples),
@@ -373,14 +377,16 @@ def _usable(episodes: Episodes, settings: TrainingSettings, *, regroup: bool) ->
 
     An episode that timed out after its success is a success: SFT may use it, algorithms that compare may not.
     """
-    kind, shortens = algorithm_of(settings).kind, may_be_shortened(settings)
+    algorithm, shortens = algorithm_of(settings), may_be_shortened(settings)
+    kind = algorithm.kind
     excluded = Counter(episodes.excluded)
     kept: list[tuple[Trajectory, float | None]] = []
     for trajectory, value in zip(episodes.trajectories, episodes.returns, strict=True):
         short = until_secret(trajectory) if shortens else trajectory
-        if value is None and kind != "preference" and algorithm_of(settings).rewarded:
+        whole = is_recorded(short, need_logprobs=needs_logprobs(settings))
+        if value is None and kind != "preference" and algorithm.rewarded:
             excluded[f"no_reward: {UNJUDGED}"] += 1  # there for a preference, which is not what is trained on now
-        elif not is_recorded(short, need_logprobs=needs_logprobs(settings)):
+        elif not (whole if algorithm.rewarded else sampled_nodes(short)):
             excluded["no_tokens"] += 1
         elif trajectory.stop is StopReason.UNFINISHED or (kind != "imitation" and is_interrupted(trajectory)):
             excluded["unfinished"] += 1

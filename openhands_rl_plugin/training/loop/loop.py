@@ -33,12 +33,8 @@ from openhands_rl_plugin.core.types import Adapter, FailureKind, Probe, Sample, 
 from openhands_rl_plugin.rollout.many import RolloutPlan, roll_out
 from openhands_rl_plugin.rollout.scoring import rescore, stored_rewards
 from openhands_rl_plugin.training.algorithms import algorithm_of
-from openhands_rl_plugin.training.data.dataset import (
-    Episodes,
-    TrainingDataset,
-    build_dataset,
-    nothing_learnt,
-)
+from openhands_rl_plugin.training.data.batch import is_failed
+from openhands_rl_plugin.training.data.dataset import Episodes, TrainingDataset, build_dataset, nothing_learnt
 from openhands_rl_plugin.training.data.demonstrations import demonstration_samples, load_tokenizer
 from openhands_rl_plugin.training.learn import create_version, make_trainer
 from openhands_rl_plugin.training.loop.plan import (
@@ -362,7 +358,9 @@ class TrainingLoop:
         """What is trained of a batch, which may be nothing."""
         settings = self._settings.training
         rewards = await self._rewards(self._parts.objective, where, episodes)
-        valid = [(each, reward) for each, reward in zip(episodes, rewards, strict=True) if each.failure is None]
+        rewarded = algorithm_of(settings).rewarded
+        judged = zip(episodes, rewards, strict=True)
+        valid = [(each, reward) for each, reward in judged if not is_failed(each, rewarded=rewarded)]
         scored = Episodes(tuple(each for each, _ in valid), tuple(reward for _, reward in valid))
         dataset = build_dataset(scored, settings, regroup=False)
         unusable = [each for each in dataset.excluded if each.startswith(("off_", "no_tokens"))]

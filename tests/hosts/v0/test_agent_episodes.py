@@ -20,7 +20,7 @@ from scripted_model import ScriptedModel, call, refusal, reply
 
 from openhands_rl_plugin.apps.rl_agent import RLAgent
 from openhands_rl_plugin.config.build import make_reward
-from openhands_rl_plugin.config.rl import RewardSettings, RLSettings
+from openhands_rl_plugin.config.rl import RewardSettings, RLSettings, TrainingSettings
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.protocols import Forkable, LLMEngine
 from openhands_rl_plugin.core.records import LAST_ERROR, WorkspaceCommand
@@ -46,7 +46,8 @@ from openhands_rl_plugin.hosts.shared.sessions import HostOptions
 from openhands_rl_plugin.hosts.v0.controller_session import controller_config
 from openhands_rl_plugin.rollout.scoring import judge
 from openhands_rl_plugin.rollout.strategies.base import StandardReActStrategy
-from openhands_rl_plugin.training.data.batch import off_policy_sampling, samples_of
+from openhands_rl_plugin.training.data.batch import is_failed, off_policy_sampling, samples_of
+from openhands_rl_plugin.training.data.dataset import Episodes, build_dataset
 
 pytestmark = pytest.mark.contract
 
@@ -138,6 +139,25 @@ async def test_arguments_of_any_kind_are_answered_and_cost_a_turn(server: Script
     assert trajectory.stop is StopReason.MAX_TURNS and trajectory.failure is None
     assert [node.message.role for node in trajectory.nodes if not node.sampled][-2:] == ["user", "user"]
     assert all("malformed" in node.metadata for node in trajectory.nodes if node.sampled)
+
+
+async def test_a_malformed_completion_is_trained_on_by_a_teacher_and_not_by_rewards(server: ScriptedModel):
+    """OpenHands goes on without it, so that no reward is its own; a teacher scores it, also before a failure."""
+    broken = reply("Hm.", call("execute_bash", '{"command": 5}'))
+    server.script("fails", [broken, THINK, broken])
+    server.script("works", [THINK, FINISH])
+    server.script("refused", [broken, *[refusal(422, "no more")] * 6])
+    played = [await play(server, name, limits=Limits(max_turns=3)) for name in ("fails", "works", "refused")]
+    assert [each.failure and each.failure.kind for each in played] == [None, None, FailureKind.MODEL]
+    malformed = [node for each in played for node in each.nodes if "malformed" in node.metadata]
+    for algorithm, count in (("opd", 3), ("grpo", 0)):
+        settings = TrainingSettings.model_validate({"algorithm": algorithm, "teacher": "http://teacher"})
+        kept = [each.model_copy(update={"group_id": "g"}) for each in played if not is_failed(each, rewarded=not count)]
+        episodes = Episodes(tuple(kept), (0.0, 1.0, None)[: len(kept)])
+        samples = build_dataset(episodes, settings, regroup=False).samples
+        trained = [sample.input_ids[start:stop] for sample in samples for _, start, stop in sample.spans]
+        assert len(trained) == 3 + count
+        assert sum(node.tokens is not None and node.tokens.sampled_ids in trained for node in malformed) == count
 
 
 STOCK = {

@@ -14,11 +14,7 @@ from searched_episode import searched
 from openhands_rl_plugin.config.rl import TrainingSettings
 from openhands_rl_plugin.core.types import Trajectory
 from openhands_rl_plugin.training.algorithms import ESTIMATORS, RolloutBatch, dr_grpo, grpo, rloo
-from openhands_rl_plugin.training.credit.credit import (
-    credited_samples,
-    group_advantages,
-    search_rewards,
-)
+from openhands_rl_plugin.training.credit.credit import credited_samples, group_advantages, search_rewards
 
 pytestmark = pytest.mark.contract
 
@@ -28,14 +24,8 @@ REWARDS = [1.0, 0.5, 0.0, 1.0]
 
 def advantages_of_turns(trajectory: Trajectory, chosen: TrainingSettings) -> list[float]:
     """One number a sampled token of one episode among the recorded ones."""
-    samples = credited_samples(EPISODES, REWARDS, chosen)
-    return [
-        sample.advantage_at(at)
-        for sample in samples
-        if sample.trajectory_id == trajectory.id
-        for at, sampled in enumerate(sample.mask)
-        if sampled
-    ]
+    samples = [each for each in credited_samples(EPISODES, REWARDS, chosen) if each.trajectory_id == trajectory.id]
+    return [each.advantage_at(at) for each in samples for at, sampled in enumerate(each.mask) if sampled]
 
 
 def test_by_default_every_token_gets_the_episodes_advantage() -> None:
@@ -129,8 +119,7 @@ def close(*values: float) -> object:
 
 
 def test_grpo_is_verls():
-    mixed = [0.8660, -0.8660, -0.8660, 0.8660, 0.5, 0.5, 0.5, -1.5, 0, 0, 0, 0]
-    assert grpo(BATCH) == close(*mixed)
+    assert grpo(BATCH) == close(0.8660, -0.8660, -0.8660, 0.8660, 0.5, 0.5, 0.5, -1.5, 0, 0, 0, 0)
 
 
 def test_dr_grpo_and_rloo():
