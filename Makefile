@@ -99,11 +99,11 @@ test-containers: $(READY) ## Test the Docker back end against a real engine
 lint: $(READY) ## Check the style and the types
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
-	$(BIN)/pyright --threads 2
+	$(BIN)/pyrefly check
 	$(BIN)/cog --check $(COG)
 
 lint-v1: $(READY_V1)
-	$(BIN)/pyright --project .ci/pyright-v1.json
+	$(BIN)/pyrefly check --config .ci/pyrefly-v1.toml
 
 format: $(READY) ## Format the code
 	$(BIN)/ruff check --fix

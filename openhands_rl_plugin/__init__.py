@@ -49,7 +49,7 @@ _EXPORTS = {
 }
 """Public name -> module, ``module:name`` where the name there differs. ``__init__.pyi`` repeats this for editors."""
 
-# pyright: reportUnsupportedDunderAll=false
+# pyrefly: ignore[unresolvable-dunder-all]
 __all__ = ["__version__", *sorted(_EXPORTS)]
 
 

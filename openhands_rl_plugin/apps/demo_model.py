@@ -117,7 +117,7 @@ def _convert(weights: Path, target: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
     source = {"pretrained_model_name_or_path": str(weights.parent), "gguf_file": weights.name}
-    AutoTokenizer.from_pretrained(**source).save_pretrained(target)
+    AutoTokenizer.from_pretrained(**source).save_pretrained(target)  # pyrefly: ignore[missing-attribute]
     model = AutoModelForCausalLM.from_pretrained(
         **source, dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True)
     )

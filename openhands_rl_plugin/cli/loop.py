@@ -95,9 +95,9 @@ def run(args: argparse.Namespace) -> int:
         settings = opened.enter_context(served_suite(settings, tasks.suite.name, directory))
         settings, model = opened.enter_context(served_policy(settings, args.model, directory))
         claim(directory, identity)  # where there is a server, so that a wrong address binds nothing
-        given = {name: getattr(args, name) for name in EPISODES} | {"start": start, "command": args.typed}
+        given = {name: getattr(args, name) for name in EPISODES}
         backend = options.backend_of(args, [entry.instance for entry in tasks.entries])
-        job = loop_job(settings, tasks, model, directory, backend=backend, **given)
+        job = loop_job(settings, tasks, model, directory, backend=backend, start=start, command=args.typed, **given)
         result = ENDING.run(run_loop(job, listener))
     minutes, used = (time.monotonic() - started) / 60, result.state.adapter or "the base model"
     listener.ended(result.state, result.changes, f"{minutes:.1f} minutes; in use: {used}; report: {result.report}")

@@ -40,7 +40,7 @@ finite = at_least(-float(sys.maxsize), float)
 
 def add_option(group: argparse._ActionsContainer, name: str, metavar: str, text: str, **how: Any) -> None:
     """An option with a value, which is a path where ``metavar`` is ``DIR`` or ``FILE``."""
-    kind = {"type": Path} if metavar in ("DIR", "FILE") else {}
+    kind: dict[str, Any] = {"type": Path} if metavar in ("DIR", "FILE") else {}
     group.add_argument(name, metavar=metavar, help=text, **kind, **how)
 
 

@@ -64,15 +64,15 @@ async def run(args: argparse.Namespace) -> int:
     try:
         with redirect_stdout(sys.stderr):
             shown = (await _play(args)).model_dump(mode="json")
+        if (failure := shown["failure"]) is not None:  # errors of others repeat addresses with passwords
+            failure["message"] = sayable(failure["message"])
     except RLError as error:  # nothing was rolled out, or nothing could be stored
         kind = error.kind.value if isinstance(error, EpisodeError) else "configuration"
-        failure = {"kind": kind, "message": str(error), "boundary": "rollout.start"}
+        failure = {"kind": kind, "message": sayable(str(error)), "boundary": "rollout.start"}
         shown = {"schema_version": 1, "reward": None, "failure": failure, "segments": []}
         print("\n".join(f"error: {line}" for line in sayable(str(error)).splitlines()), file=sys.stderr)
-    if (failure := shown["failure"]) is not None:  # errors of others repeat addresses with passwords
-        failure["message"] = sayable(failure["message"])
     print(json.dumps(shown))
-    return 0 if failure is None else INVALID
+    return 0 if shown["failure"] is None else INVALID
 
 
 async def _play(args: argparse.Namespace) -> PlayedRollout:

@@ -594,7 +594,7 @@ class RLSettings(Settings):
 
     def sampling_params(self, seed: int | None = None) -> SamplingParams:
         """The sampling parameters of one episode, with its own ``seed``."""
-        own = {**NEUTRAL_PARAMETERS, **self.sampling.model_dump(), "seed": seed}
+        own: dict[str, Any] = {**NEUTRAL_PARAMETERS, **self.sampling.model_dump(), "seed": seed}
         return SamplingParams(**own, max_tokens=self.max_response_length)
 
 

@@ -36,7 +36,7 @@ class Array[T: (int, float)](Sequence[T]):
             raise ValueError(f"these are no {type(self).__name__}: {error}") from error
 
     def __buffer__(self, flags: int) -> memoryview:
-        return memoryview(self._data).cast(self.code)  # pyright: ignore[reportCallIssue, reportArgumentType]
+        return memoryview(self._data).cast(self.code)  # pyrefly: ignore[no-matching-overload]
 
     def __bytes__(self) -> bytes:
         return self._data

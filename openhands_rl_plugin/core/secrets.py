@@ -106,8 +106,8 @@ _SECRET_VARIABLE = re.compile(
     rf"(?i)(?:key|token|secret|passw(?:or)?d|passphrase|credential|(?:\A|_)pass|_pwd|_pat)(?P<suffix>{_SUFFIX})\Z"
 )
 
-_LETTER, _DIGIT, _UPPER, _LOWER, _NO_WORD = map(re.compile, ("[A-Za-z]", r"\d", "[A-Z]", "[a-z]", "[A-Z0-9]"))
-_UNBROKEN = re.compile(r"(?=[A-Za-z]*\d)[A-Za-z0-9]{16}")
+_LETTER, _DIGIT, _UPPER, _LOWER = re.compile("[A-Za-z]"), re.compile(r"\d"), re.compile("[A-Z]"), re.compile("[a-z]")
+_NO_WORD, _UNBROKEN = re.compile("[A-Z0-9]"), re.compile(r"(?=[A-Za-z]*\d)[A-Za-z0-9]{16}")
 _DOTTED = re.compile(r"\.?[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)+\Z")
 _PATH = re.compile(r"(?:~|\.{0,2})/[\w.-]+(?:/[\w.-]+)*/?\Z")
 _CAMEL = re.compile(r"(?:[A-Z]{0,3}\d?[A-Z]?[a-z]{3,}\d{0,2}){3,}\Z")  # the name of a class

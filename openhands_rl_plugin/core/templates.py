@@ -279,7 +279,7 @@ def last_answer(trajectory: Trajectory) -> str | None:
     """
     last = next((each for each in reversed(trajectory.messages()) if each.role == "assistant"), None)
     if last is None or not (calls := last.tool_calls or calls_in_text(last.content or "")):
-        return last and last.content
+        return None if last is None else last.content
     try:
         given = json.loads(next(call.arguments for call in calls if call.name == FINISH))
     except (ValueError, RecursionError, StopIteration):

@@ -92,7 +92,7 @@ class GymnasiumEnvironment(Episode):
 
     async def open_episode(self, task: Task) -> ServerAnswer:
         """``make`` and ``reset(seed=...)``. Raises ``BadEnvironmentError`` where there is no such environment."""
-        seed, row = episode_index(task), task.data.get("row")
+        seed, data = episode_index(task), dict[str, Any](task.data)
 
         def opened() -> ServerAnswer:
             import gymnasium
@@ -105,7 +105,7 @@ class GymnasiumEnvironment(Episode):
                     f"{task.environment} cannot be made: {describe(error)}; correct the name, install the package that "
                     'registers it and write "gymnasium/module:Name-v0", or correct arguments in [rl.environment]'
                 ) from error
-            return self._answer(*self._env.reset(seed=seed, options=row))
+            return self._answer(*self._env.reset(seed=seed, options=data.get("row")))
 
         return await self._call(opened, "reset")
 

@@ -553,7 +553,7 @@ class SessionPool:
             if (session := self._open.get(name)) is not None:
                 return await self._close(session, stop, evidence), True
             _, last = await self._parts(name)
-            return last and last.id, False
+            return None if last is None else last.id, False
 
     async def end_idle(self) -> None:
         """End all sessions without a request for ``idle_minutes``. Raises ``StorageError``."""

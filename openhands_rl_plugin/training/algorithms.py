@@ -258,7 +258,7 @@ def check_start(adapter: Adapter | None, settings: TrainingSettings) -> None:
     if whole:
         return
     made = read_adapter_config(path)
-    found = {"lora_rank": made.r, "lora_alpha": made.lora_alpha, "lora_variant": made.variant}
+    found: dict[str, object] = {"lora_rank": made.r, "lora_alpha": made.lora_alpha, "lora_variant": made.variant}
     if made.layers is not None:
         found["target_modules"] = sorted(made.layers)
     for name, value in found.items():

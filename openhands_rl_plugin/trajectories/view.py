@@ -273,7 +273,7 @@ def context_of(trajectory: Trajectory, leaf: int) -> tuple[tuple[int, ...], list
 
 def difference_of(context: Sequence[int], prompt: Sequence[int]) -> Difference:
     """The first place where ``prompt`` leaves ``context``, and where they meet again."""
-    at = sum(takewhile(bool, map(eq, context, prompt)))
+    at = len(list(takewhile(bool, map(eq, context, prompt))))
     before, after = tuple(context[at : at + _WINDOW]), tuple(prompt[at : at + _WINDOW])
     for one, other, size in SequenceMatcher(None, before, after, autojunk=False).get_matching_blocks():
         whole, ends = one + size == len(before), other + size == len(after)
@@ -674,7 +674,7 @@ def turns_of(trajectory: Trajectory) -> tuple[Turn, ...]:
                 segment_cause=causes.get(index),
                 kind=kind_of(node),
                 search=notes if isinstance(notes, dict) else {},
-                temperature=node.sampling and node.sampling.temperature,
+                temperature=None if node.sampling is None else node.sampling.temperature,
                 lacks=lacks.get(index, ()),
             )
         )

@@ -102,7 +102,7 @@ async def test_a_missing_reward_is_not_a_zero():
         async def answer(to: Socket, message: dict[str, Any]) -> bool:
             if message["type"] != "step":
                 return False
-            await to.send_json(observation(0, 1, "on", None, at_end))  # pyright: ignore[reportArgumentType]
+            await to.send_json(observation(0, 1, "on", None, at_end))
             return True
 
         return answer

@@ -124,7 +124,7 @@ async def test_responses_with_tools_and_reasoning(tmp_path: Path, stream: bool):
             items = [*items, *(item.model_dump(exclude_none=True) for item in answer.output), result]
     trajectory = await gateway.only()
     check(trajectory, "responses", stream=stream)
-    assert next(trajectory.sampled()).metadata["request"]["reasoning_effort"] == "low"  # pyright: ignore
+    assert next(trajectory.sampled()).metadata["request"]["reasoning_effort"] == "low"
     assert all("return_token_ids" not in body for body in gateway.model.bodies)
 
 

@@ -88,7 +88,7 @@ def test_a_tokenizer_separates_other_tokens_from_another_text() -> None:
     _, trajectory, _ = CASES["other tokens for the same text"]
 
     def text(ids: object) -> str:
-        return decode(list(ids)).replace("<999>", "oo")  # pyright: ignore[reportArgumentType]
+        return decode(list(ids)).replace("<999>", "oo")
 
     assert [each.cause for each in breaks_of(trajectory, text)] == [Cause.RETOKENISED]
 

@@ -91,5 +91,5 @@ def _become(words: Sequence[str], log: Path) -> NoReturn:
     try:
         code = program()
     finally:
-        threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue]  # as the interpreter does at its end
+        threading._shutdown()  # pyrefly: ignore[missing-attribute]  # as the interpreter does at its end
         os._exit(code)

@@ -16,7 +16,7 @@ MODEL = "policy"
 def agentlightning(upstream: str, port: int, folder: str) -> None:
     """Its models and rollouts are registered over HTTP afterwards."""
     import uvicorn
-    from agentlightning.server.app import create_app  # pyright: ignore[reportMissingImports]
+    from agentlightning.server.app import create_app
 
     proxy = {
         "model_name": MODEL,
@@ -32,8 +32,8 @@ def agentlightning(upstream: str, port: int, folder: str) -> None:
 def rllm(upstream: str, port: int, folder: str, store: str = "memory") -> None:
     """With the store in memory, its fastest."""
     import uvicorn
-    from rllm_model_gateway.models import GatewayConfig, WorkerConfig  # pyright: ignore[reportMissingImports]
-    from rllm_model_gateway.server import create_app  # pyright: ignore[reportMissingImports]
+    from rllm_model_gateway.models import GatewayConfig, WorkerConfig
+    from rllm_model_gateway.server import create_app
 
     config = GatewayConfig(
         port=port,
@@ -49,7 +49,7 @@ def rllm(upstream: str, port: int, folder: str, store: str = "memory") -> None:
 
 def openenv(upstream: str, port: int, folder: str) -> None:
     """Its sessions are registered over HTTP afterwards."""
-    from openenv.core.harness.capture.runner import CaptureServer  # pyright: ignore[reportMissingImports]
+    from openenv.core.harness.capture.runner import CaptureServer
 
     CaptureServer(llm_url=upstream, model=MODEL, port=port).start()
     threading.Event().wait()

@@ -226,7 +226,7 @@ def train(job: Job) -> None:
     )
     shop = WebShop()
     tasks = [entry.task for entry in shop_tasks(options).training]
-    tokenizer = AutoTokenizer.from_pretrained(job.model)
+    tokenizer: Any = AutoTokenizer.from_pretrained(job.model)
     dialogue = Dialogue(tokenizer)
     rollouts = Rollouts(shop, dialogue, tasks, max_turns=options.max_turns, kind=job.generation)
     checked = asyncio.run(check_against_engine(job, rollouts, dialogue, shop)) if has_episodes(job.run) else 0
@@ -243,7 +243,7 @@ def train(job: Job) -> None:
         def on_log(self, args: object, state: Any, control: object, **kwargs: Any) -> None:
             step = state.global_step
             adapter = job.out / "adapters" / f"step-{step:04d}"
-            trainer.model.save_pretrained(adapter)  # pyright: ignore[reportOptionalMemberAccess, reportCallIssue]
+            trainer.model.save_pretrained(adapter)  # pyrefly: ignore[missing-attribute]
             own = {f"trl/{name}": value for name, value in kwargs["logs"].items() if isinstance(value, float)}
             figures, rollouts.figures = own | rollouts.figures, {}
             if budget.mark(step, adapter, figures):

@@ -59,7 +59,7 @@ class CachedTurns:
         self._keep(rows)
         self._append(prompts)
         trainer, width = self._trainer, self._ids.shape[1]
-        unwrapped = unwrap_model_for_generation(
+        unwrapped: Any = unwrap_model_for_generation(
             trainer.model_wrapped, trainer.accelerator, generation_kwargs=trainer.generation_kwargs
         )
         with unwrapped as model, torch.no_grad():

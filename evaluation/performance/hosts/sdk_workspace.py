@@ -92,12 +92,12 @@ def make_agent(kind: str, url: str, store: Path) -> Agent:
     quiet = {"no_change_timeout_seconds": int(SILENCE)}
     tools = [Tool(name=TerminalTool.name, params=quiet), Tool(name=FileEditorTool.name)]
     if kind == "stock":
-        return Agent(llm=llm, tools=tools)
+        return Agent(llm=llm, tools=tools)  # pyrefly: ignore[missing-argument]
     isolation = "none" if kind == STOCK_TOOLS else "bubblewrap"
     rl = {"max_turns": 200, "storage": {"path": str(store)}, "workspace": {"isolation": isolation}}
     if kind == OWN_ENGINE:
         rl["serving"] = {"base_url": url, "model": "instant"}
-    return RLAgent(llm=llm, tools=tools, rl=rl)
+    return RLAgent(llm=llm, tools=tools, rl=rl)  # pyrefly: ignore[missing-argument]
 
 
 def converse(kind: str, url: str, folder: Path) -> LocalConversation:

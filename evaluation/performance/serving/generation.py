@@ -52,7 +52,7 @@ def writing(generator: Generator, adapter: str | None, batch: int, context: int)
             prompt(random_, generator, context),
             params,
             adapter=adapter,
-            on_delta=lambda *_, mine=mine: mine.append(time.perf_counter()),
+            on_delta=lambda *_, mine=mine: mine.append(time.perf_counter()),  # pyrefly: ignore[missing-attribute]
         )
         for mine in times
     ]

@@ -16,8 +16,8 @@ Rows = Tensor | slice
 
 def register() -> None:
     """Replace the operations. Called by every process of vLLM, possibly more than once."""
-    from vllm.lora.ops.torch_ops import lora_ops  # pyright: ignore[reportMissingImports]
-    from vllm.lora.punica_wrapper import punica_cpu  # pyright: ignore[reportMissingImports]
+    from vllm.lora.ops.torch_ops import lora_ops
+    from vllm.lora.punica_wrapper import punica_cpu
 
     for module in (lora_ops, punica_cpu):
         module.bgmv_shrink = shrink

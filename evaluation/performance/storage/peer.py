@@ -16,9 +16,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from load import Turn, prompts, session  # pyright: ignore[reportMissingImports]
-from rllm_model_gateway.models import TraceRecord  # pyright: ignore[reportMissingImports]
-from rllm_model_gateway.store.sqlite_store import SqliteTraceStore  # pyright: ignore[reportMissingImports]
+from load import Turn, prompts, session
+from rllm_model_gateway.models import TraceRecord
+from rllm_model_gateway.store.sqlite_store import SqliteTraceStore
 
 
 def records_of(number: int, turns: list[Turn]) -> list[dict[str, Any]]:

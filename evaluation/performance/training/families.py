@@ -53,7 +53,7 @@ def computed(policy: TrainablePolicy, every: list[tuple[int, ...]]) -> tuple[Ten
 
 def main() -> int:
     """Print a line a family."""
-    from families import FAMILIES, write_family  # pyright: ignore  # of the tests
+    from families import FAMILIES, write_family  # of the tests
 
     torch.set_num_threads(1)
     for family in FAMILIES:

@@ -91,7 +91,7 @@ def shortened(model: Path, layers: int, target: Path) -> str:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     AutoModelForCausalLM.from_pretrained(model, num_hidden_layers=layers, dtype="float32").save_pretrained(target)
-    AutoTokenizer.from_pretrained(model).save_pretrained(target)
+    AutoTokenizer.from_pretrained(model).save_pretrained(target)  # pyrefly: ignore[missing-attribute]
     return str(target)
 
 

@@ -165,7 +165,7 @@ def trl(job: Job) -> Measured:
             job.model, args=config, train_dataset=Dataset.from_dict(rows), peft_config=adapter, callbacks=[Clock()]
         )
         # Known only now: how many rows the episodes were packed into.
-        trainer.args.gradient_accumulation_steps = len(trainer.train_dataset) // batch  # pyright: ignore
+        trainer.args.gradient_accumulation_steps = len(trainer.train_dataset) // batch  # pyrefly: ignore[bad-argument-type]
         trainer.accelerator.gradient_accumulation_steps = trainer.args.gradient_accumulation_steps
         before = _peak_mb()
         ends.append(time.perf_counter())

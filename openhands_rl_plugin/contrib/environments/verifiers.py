@@ -77,6 +77,8 @@ class VerifiersProcess:
     Raises ``InfrastructureError`` where it cannot be started or has ended.
     """
 
+    process: subprocess.Popen[bytes]
+
     def __init__(self, python: str, setup: JsonObject, env: Mapping[str, str]) -> None:
         source = (Path(__file__).parent / "verifiers_bridge.py").read_text(encoding="utf-8")
         self._printed, self._setup = tempfile.TemporaryFile(), json.dumps(setup).encode()  # noqa: SIM115

@@ -12,8 +12,6 @@ A model request of verifiers reaches the same server, by the same client that it
 answer. Rewards are those of verifiers' own scoring of the finished trace.
 """
 
-# pyright: reportMissingImports=false
-
 from __future__ import annotations
 
 import asyncio

@@ -105,7 +105,7 @@ class Rollouts:
 
     async def work(self, player: Any) -> None:
         """Give ``player``, an actor, one episode after the other."""
-        import ray  # pyright: ignore[reportMissingImports]  # an extra
+        import ray  # an extra
 
         while True:
             *_, session = await self._waiting.get()
@@ -127,7 +127,7 @@ class Rollouts:
     def _end(self, session: Session, state: str, result: Result | None) -> None:
         session.result = result
         if session.call is not None and session.state == "RUNNING":
-            import ray  # pyright: ignore[reportMissingImports]  # an extra
+            import ray  # an extra
 
             ray.cancel(session.call)  # of no effect on what has ended
         session.call = None
@@ -216,7 +216,7 @@ def running_service(service: ServiceOptions, store: str) -> Iterator[str]:
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
-        import ray  # pyright: ignore[reportMissingImports]  # an extra
+        import ray  # an extra
 
         from openhands_rl_plugin.contrib.rollouts.player import Player
 

@@ -121,7 +121,7 @@ def skeleton(trajectory: Trajectory, turns: Sequence[Turn]) -> JsonObject:
             "cause": [each.segment_cause for each in turns],
             "search": [each.search.get("report") for each in turns],
             **{name: [each.search.get(name) for each in turns] for name in ("merged", "dropped")},
-            "policy": [None if node.policy in (None, own) else node.policy.served_name for node in nodes],
+            "policy": [node.policy.served_name if node.policy and node.policy != own else None for node in nodes],
             "finish": [each.finish_reason for each in turns],
             "logprob": [_mean_logprob(node) for node in nodes],
             "at": [None if node.at is None else round(node.at, 3) for node in nodes],

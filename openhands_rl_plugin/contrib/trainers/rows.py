@@ -31,7 +31,7 @@ def outcome(rollout: PlayedRollout) -> float:
     raise ExchangeError(f"{rollout.task_id}: no episode to train on ({why}): roll it out again")
 
 
-def segments(samples: Sequence[Sample], trainer: str, *, temperature: float = 1.0) -> list[JsonObject]:
+def segments(samples: Sequence[Sample], trainer: str, *, temperature: float = 1.0) -> list[dict[str, Any]]:
     """A row for each training sequence, with the ``NAMES`` of a trainer, which divides logits by ``temperature``.
 
     Raises ``ExchangeError`` for a completion at another one: it would be trained wrongly without a word.
@@ -85,7 +85,7 @@ def batch_columns(
             for number, row in enumerate(made, 1):
                 last = number == len(made)
                 step = _step(identity, reward if last else 0.0, "length" if rollout.cut_short else "stop", last=last)
-                rows.append(row | step | ({"loss_masks": [0] * len(row["loss_masks"])} if alone else {}))  # pyright: ignore
+                rows.append(row | step | ({"loss_masks": [0] * len(row["loss_masks"])} if alone else {}))
     columns: dict[str, Any] = {name: [row[name] for row in rows] for name in rows[0]}
     metrics = {
         "openhands/turns": sum(each.turns for each in valid) / len(valid),

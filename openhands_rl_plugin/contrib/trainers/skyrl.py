@@ -12,19 +12,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import ray  # pyright: ignore[reportMissingImports]
-from skyrl.backends.skyrl_train.inference_servers.utils import (  # pyright: ignore[reportMissingImports]
-    resolve_policy_model_name,
-)
-from skyrl.train.config import SkyRLTrainConfig  # pyright: ignore[reportMissingImports]
-from skyrl.train.config.config import BaseConfig  # pyright: ignore[reportMissingImports]
-from skyrl.train.entrypoints.main_base import BasePPOExp  # pyright: ignore[reportMissingImports]
-from skyrl.train.generators.base import (  # pyright: ignore[reportMissingImports]
-    GeneratorInput,
-    GeneratorInterface,
-    GeneratorOutput,
-)
-from skyrl.train.utils import initialize_ray, validate_cfg  # pyright: ignore[reportMissingImports]
+import ray
+from skyrl.backends.skyrl_train.inference_servers.utils import resolve_policy_model_name
+from skyrl.train.config import SkyRLTrainConfig
+from skyrl.train.config.config import BaseConfig
+from skyrl.train.entrypoints.main_base import BasePPOExp
+from skyrl.train.generators.base import GeneratorInput, GeneratorInterface, GeneratorOutput
+from skyrl.train.utils import initialize_ray, validate_cfg
 
 from openhands_rl_plugin.apps.rollout.rollout import roll_out
 from openhands_rl_plugin.contrib.trainers.rows import batch_columns
@@ -149,4 +143,4 @@ def main() -> None:
         raise SystemExit(f"error: {error}") from error
     validate_cfg(cfg)
     initialize_ray(cfg)
-    ray.get(_train.remote(cfg))  # pyright: ignore[reportFunctionMemberAccess]
+    ray.get(_train.remote(cfg))  # pyrefly: ignore[missing-attribute]

@@ -118,7 +118,7 @@ class TinkerTrainer(Trainer):
             raise TrainingError("the Tinker service trains at temperature 1; set [rl.sampling] temperature = 1.0")
         if self._averages is None:
             item = max(items, key=lambda each: (loss.counts(each), len(each.positions)))
-            with closing(self._service.create(self._base_model, self.settings)) as scratch:
+            with closing(self._service.create(self._base_model, self.settings)) as scratch:  # pyrefly: ignore[bad-specialization]
                 self._averages = averages(scratch, item)
         return super()._begin(items, loss, kept)
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import verifiers.v1 as vf  # pyright: ignore[reportMissingImports]
+import verifiers.v1 as vf
 from pydantic import create_model
 
 from openhands_rl_plugin.apps.rollout.play import tasks_of_file

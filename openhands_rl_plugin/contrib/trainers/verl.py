@@ -16,10 +16,7 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
-from verl.experimental.agent_loop.agent_loop import (  # pyright: ignore[reportMissingImports]
-    AgentLoopBase,
-    AgentLoopOutput,
-)
+from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopOutput
 
 from openhands_rl_plugin.apps.rollout.rollout import roll_out
 from openhands_rl_plugin.contrib.trainers.rows import agent_loop_rows

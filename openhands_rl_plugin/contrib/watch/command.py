@@ -107,9 +107,9 @@ def _watch(args: argparse.Namespace, settings: RLSettings, adapters: AdapterStor
         urls = ", ".join(settings.serving.publish_urls)
         print(sayable(f"{urls} gets {settings.serving.adapter}, journal in {folder}"))
         return 0
-    given = {name: getattr(args, name) for name in EPISODES} | {"command": args.typed, "kind": "watch"}
+    given = {name: getattr(args, name) for name in EPISODES}
     backend = backend_of(args, [entry.instance for entry in tasks.entries])
-    job = loop_job(settings, tasks, model, folder, backend=backend, **given)
+    job = loop_job(settings, tasks, model, folder, backend=backend, command=args.typed, kind="watch", **given)
 
     async def look() -> bool:
         storage = open_storage(settings)

@@ -213,7 +213,8 @@ async def roll_back(
         adapters.point_at_base(name)
     # Those admitted since the target, what was in use, and a candidate that was on its way.
     since = state.admitted[state.admitted.index(back) + 1 :] if back in state.admitted else []
-    also = [*([] if back else state.admitted), current.name if current else "", state.round and state.round.candidate]
+    candidate = state.round.candidate if state.round else ""
+    also = [*([] if back else state.admitted), current.name if current else "", candidate]
     left = [each for each in dict.fromkeys([*since, *also]) if each and each != back]
     words = f"{back or 'the base model'} is in use again{f', {", ".join(left)} no more' if left else ''}"
     return journal.append(WatchStep.ROLLED_BACK, words, adapter=back, figures={"dropped": [*left]})

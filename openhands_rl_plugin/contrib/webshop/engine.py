@@ -234,7 +234,7 @@ class WebShopSession:
         if target == Button.PREVIOUS and product is not None:
             return replace(place, product=None, selected=())
         if product is None:
-            turns = {Button.PREVIOUS: -1, Button.NEXT: 1}.get(target)  # pyright: ignore[reportArgumentType, reportCallIssue]
+            turns = {str(Button.PREVIOUS): -1, str(Button.NEXT): 1}.get(target)
             if turns is not None:
                 return replace(place, page=place.page + turns)
             return replace(place, product=self.world.by_asin[target])

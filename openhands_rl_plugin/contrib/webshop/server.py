@@ -72,7 +72,8 @@ class _ShopRoutes:
     async def step(self, request: Request) -> Response:
         body = await _body(request)
         session = self._session(body)
-        result, goal, info = session.step(body.action), session.goal, {}
+        result, goal = session.step(body.action), session.goal
+        info: dict[str, object] = {}
         if result.done:
             info = {"goal_index": goal.index, "instruction": goal.instruction, "steps": session.steps, "purchase": None}
         if result.done and (bought := session.purchase) is not None:

@@ -126,7 +126,7 @@ class ToolBase(ABC):
 
     def openai_tool(self) -> JsonObject:
         """The tool as an entry of ``tools`` in a chat request."""
-        function = {"name": self.name, "description": self.description, "parameters": self.parameters}
+        function: JsonObject = {"name": self.name, "description": self.description, "parameters": self.parameters}
         return {"type": "function", "function": function}
 
     @abstractmethod

@@ -22,7 +22,7 @@ from openhands_rl_plugin.environments.workspace.shell import Shell
 
 class _Editor(OHEditor):
     # Converting documents and recognising speech would run, and reach the network, on the host.
-    SUPPORTED_BINARY_EXTENSIONS: ClassVar[list[str]] = []
+    SUPPORTED_BINARY_EXTENSIONS: ClassVar[list[str]] = []  # pyrefly: ignore[bad-override]
 
 
 class WorkspaceEditor(CopyEditor[OHEditor]):

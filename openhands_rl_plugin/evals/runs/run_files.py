@@ -639,5 +639,5 @@ def _number(value: float | None) -> str:
 def write_json_report(folder: Path, groups: Sequence[EvaluationFigures], comparison: Comparison | None = None) -> None:
     """Write it into ``folder``, which is made. Raises ``StorageError``."""
     report: JsonObject = {"version": 1, "groups": [each.model_dump(mode="json") for each in groups]}
-    report["comparison"] = comparison and comparison.model_dump(mode="json")
+    report["comparison"] = None if comparison is None else comparison.model_dump(mode="json")
     write_file(folder / "report.json", json.dumps(report, indent=1, ensure_ascii=False) + "\n", PRIVATE, parents=True)

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from datetime import datetime
 from functools import partial
-from typing import Any
+from typing import Any, Never
 
 from litellm import Message as LiteLLMMessage
 from litellm.exceptions import ContextWindowExceededError
@@ -178,7 +178,7 @@ class RLAgent(CodeActAgent):
             self._end()
         return action
 
-    def _roll_out(self, state: State) -> Action:
+    def _roll_out(self, state: State) -> Never:
         """The episode of an environment. Raises ``EpisodeOver`` at its end."""
         session, runtime = self._session, sessions.runtime_of(state.session_id)
         assert session is not None and isinstance(runtime, runtimes.EnvironmentRuntime)

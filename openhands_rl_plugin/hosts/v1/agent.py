@@ -540,7 +540,7 @@ def _factory_of(name: str | None = None) -> Any:
         made._parent = (by, found.definition.name)
         return made
 
-    return found._replace(factory_func=make)
+    return found._replace(factory_func=make)  # pyrefly: ignore[bad-argument-type]
 
 
 for _name in ("openhands.tools.delegate.impl", "openhands.tools.task.manager"):  # not every release has both
@@ -576,7 +576,7 @@ class ConversationBranch:
     @property
     def workspace(self) -> SandboxedWorkspace:
         """As ``Branch.workspace``."""
-        return cast(SandboxedWorkspace, self.tools.sandboxed)
+        return self.tools.sandboxed
 
     def fork(self) -> ConversationBranch:
         """As ``Branch.fork``."""

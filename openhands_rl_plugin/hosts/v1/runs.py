@@ -51,7 +51,7 @@ class ConversationSession(HostSession):
             opened.callback(remove_tree, folder)
         limit = {"no_change_timeout_seconds": self.options.command_timeout}
         tools = [Tool(name=TERMINAL, params=limit), Tool(name=EDITOR)]
-        agent = RLAgent(llm=self._llm("agent"), tools=tools, condenser=self._condenser())
+        agent = RLAgent(llm=self._llm("agent"), tools=tools, condenser=self._condenser())  # pyrefly: ignore[missing-argument]
         # The stock agent's prompts are recorded as it writes them.
         self.episode.exact = self.options.agent == RL_AGENT
         agent._session = self.episode
@@ -125,4 +125,4 @@ class ConversationRunner(SessionHostRunner):
     """An ``EpisodeRunner`` over real conversations of the SDK in this process, which work in workspaces."""
 
     session = ConversationSession
-    agents = staticmethod(lambda: (RL_AGENT, "Agent"))
+    agents = staticmethod(lambda: (RL_AGENT, "Agent"))  # pyrefly: ignore[bad-override]

@@ -126,7 +126,7 @@ class SessionLLM(LLM):
         """``complete`` may raise ``Unrecorded``. ``prompts`` writes those of one conversation. ``unread`` gets the
         reason why an answer cannot be read."""
         # A search may take longer than a completion.
-        changed = {"timeout": None, "fallback_strategy": None}
+        changed: dict[str, Any] = {"timeout": None, "fallback_strategy": None}
         made = cls.model_construct(_fields_set=set(plain.model_fields_set), **{**plain.__dict__, **changed})
         # It keeps the request under way: in a copy, side by side. The plain one is made when it is asked for.
         telemetry = plain.telemetry.model_copy(update={"metrics": _Metrics(plain.metrics)})

@@ -29,7 +29,7 @@ def write_merged(adapter: Adapter, folder: Path, model: str = "") -> None:
                 name = model or read_adapter_config(source).base_model_name_or_path or adapter.base_model
                 base = AutoModelForCausalLM.from_pretrained(name, dtype="auto")
                 PeftModel.from_pretrained(base, source).merge_and_unload().save_pretrained(fresh)
-                AutoTokenizer.from_pretrained(name).save_pretrained(fresh)
+                AutoTokenizer.from_pretrained(name).save_pretrained(fresh)  # pyrefly: ignore[missing-attribute]
             else:  # it is a whole model
                 shutil.copytree(source, fresh, dirs_exist_ok=True)
             fresh.rename(folder)

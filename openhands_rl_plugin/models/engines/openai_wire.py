@@ -329,7 +329,7 @@ def _join_call(calls: list[Json], part: Any) -> None:
         arguments = json.dumps(arguments, ensure_ascii=False, separators=(",", ":"))
     if not isinstance(at, int | None):
         raise ValueError("a tool call has no valid index")
-    call = next((each for each in reversed(calls) if at is None or each["index"] == at), None)
+    call: Json | None = next((each for each in reversed(calls) if at is None or each["index"] == at), None)
     if call is not None and name and (before := call["function"])["name"]:
         other = identity != call["id"] if identity and call["id"] else name != before["name"]
         if other or (arguments.strip() and is_json_object(before["arguments"])):

@@ -293,19 +293,18 @@ class Formatter:
 
     def prompt_logprobs(self, answer: Generation) -> list[Body | None] | None:
         """vLLM's shape: None for the first token, then the token (and alternatives) by id; rank 1 is the likeliest."""
-        if answer.prompt is None:
-            return None
         entries: list[Body | None] = []
-        for one in answer.prompt:
-            ranked = [] if one is None else [(*each, rank) for rank, each in enumerate(one.top, 1)]
-            entries.append(
-                one
-                and {
-                    str(token): {"logprob": logprob, "rank": rank, "decoded_token": self._decode(token)}
-                    for token, logprob, rank in (*ranked, (one.token, one.logprob, one.rank))
-                }
-            )
-        return entries
+        for one in answer.prompt or ():
+            if one is None:
+                entries.append(None)
+                continue
+            ranked = [(*each, rank) for rank, each in enumerate(one.top, 1)]
+            shown = {
+                str(token): {"logprob": logprob, "rank": rank, "decoded_token": self._decode(token)}
+                for token, logprob, rank in (*ranked, (one.token, one.logprob, one.rank))
+            }
+            entries.append(shown)
+        return None if answer.prompt is None else entries
 
     def _text_logprobs(self, sampled: Sequence[ScoredToken]) -> Body:
         """OpenAI's ``logprobs`` object; as in vLLM, the sampled token is always among the alternatives."""

@@ -116,7 +116,7 @@ class VerifierPrompts:
 
     def _encode(self, text: str, *, special: bool = False) -> list[int]:
         """Ids; in a log the names of special tokens are plain text, so that the log cannot end the user's message."""
-        return self._tokenizer(text, add_special_tokens=False, split_special_tokens=not special)["input_ids"]  # pyright: ignore[reportReturnType]
+        return self._tokenizer(text, add_special_tokens=False, split_special_tokens=not special)["input_ids"]  # pyrefly: ignore[bad-return]
 
 
 def _text(sections: Sequence[LogSection]) -> str:

@@ -14,9 +14,7 @@ from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.training.openrlhf.rollouts import Rollouts
 
 try:
-    from openrlhf.utils.agent import (  # pyright: ignore[reportMissingImports]  (brings its own vLLM and torch)
-        AgentExecutorBase,
-    )
+    from openrlhf.utils.agent import AgentExecutorBase  # it brings its own vLLM and torch
 except ModuleNotFoundError as error:
     raise ConfigError(
         f"{error.name} is not installed; OpenRLHF pins its own torch and vLLM, so it needs a separate environment: "

@@ -76,7 +76,7 @@ class Rollouts:
         with suppress(ValueError):
             row = json.loads(prompt)
         if not isinstance(row, dict):
-            row = {"instruction": prompt}
+            row = dict[str, Any](instruction=prompt)
         labelled = {} if label in ("", None) else {"label": label}  # the row's own label takes precedence
         named = {"id": hashlib.sha256(prompt.encode()).hexdigest()[:16], **row, "environment": self._settings.env_name}
         try:

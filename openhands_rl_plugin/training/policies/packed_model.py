@@ -166,10 +166,10 @@ def fuse_layers(model: PreTrainedModel) -> None:
 class FusedNorm(nn.Module):
     """``weight * x / sqrt(mean(x^2) + eps)`` over the last dimension, computed in float32."""
 
-    def __init__(self, original: nn.Module) -> None:
+    def __init__(self, original: Any) -> None:
         super().__init__()
         self.weight = original.get_parameter("weight")
-        self.eps = float(original.variance_epsilon)  # pyright: ignore[reportArgumentType]
+        self.eps = float(original.variance_epsilon)
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [..., width] -> the same shape."""

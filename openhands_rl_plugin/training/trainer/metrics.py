@@ -113,7 +113,7 @@ def _tracker(settings: TrainingSettings, directory: Path | None) -> GeneralTrack
     try:
         with boundary(FailureKind.INFRASTRUCTURE, settings.tracker), redirect_stdout(sys.stderr):
             PartialState()  # accelerate's loggers need it
-            kind = LOGGER_TYPE_TO_CLASS[settings.tracker]
+            kind: Any = LOGGER_TYPE_TO_CLASS[settings.tracker]
             tracker = kind(PROJECT, *([str(directory or ".")] if kind.requires_logging_directory else []))
             tracker.start()
             tracker.store_init_configuration({key: str(value) for key, value in settings})

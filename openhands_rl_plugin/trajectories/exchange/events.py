@@ -326,11 +326,11 @@ def _events_of_v0(trajectory: Trajectory) -> Iterator[JsonObject]:
         else:
             response = _response_of(f"{trajectory.id}-{number}", trajectory.policy.served_name, wire_of(message))
             for call in message.tool_calls:
-                metadata = {"function_name": call.name, "tool_call_id": call.id, "model_response": response}
-                metadata["total_calls_in_response"] = len(message.tool_calls)
-                called[call.id] = (call, metadata)
+                about = {"function_name": call.name, "tool_call_id": call.id, "model_response": response}
+                about["total_calls_in_response"] = len(message.tool_calls)
+                called[call.id] = (call, about)
                 action, args = _action(call)
-                yield {**event, "action": action, "args": {**args, "thought": content}, "tool_call_metadata": metadata}
+                yield {**event, "action": action, "args": {**args, "thought": content}, "tool_call_metadata": about}
 
 
 def _action(call: ToolCall) -> tuple[str, JsonObject]:

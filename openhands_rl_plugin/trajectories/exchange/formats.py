@@ -198,8 +198,8 @@ def verifier_rows(trajectory: Trajectory, scores: Sequence[Score]) -> Iterator[J
     judged = resolved(trajectory, scores)
     if judged is None:
         raise LeftOutError("it is not judged: no score, and no report that says resolved")
-    answer = {"role": "assistant", "content": f"<judgement>{'YES' if judged else 'NO'}</judgement>"}
-    messages = [*question(joined(log_sections(transcript(trajectory)))), answer]
+    answer: JsonObject = {"role": "assistant", "content": f"<judgement>{'YES' if judged else 'NO'}</judgement>"}
+    messages: list[JsonValue] = [*question(joined(log_sections(transcript(trajectory)))), answer]
     yield {"messages": messages, **identity_columns(trajectory, scores), "resolved": judged}
 
 

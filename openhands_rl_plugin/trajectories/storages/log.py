@@ -746,7 +746,7 @@ def unpack_nodes(blob: bytes) -> tuple[Node, ...]:
                 vars(node)["tokens"] = _made(Tokens, _TOKENS, arrays)
                 node.__pydantic_fields_set__.add("tokens")
         return nodes
-    except (ValueError, KeyError, struct.error, ValidationError) as error:
+    except (ValueError, KeyError, struct.error) as error:
         raise DamagedError(f"packed nodes are damaged: {describe(error)}") from error
 
 

@@ -23,7 +23,7 @@ def test_agentgym_records_go_both_ways() -> None:
     assert row["env_name"] == "webshop" and row["task_id"] == "6" and row["id"] == episode.id
     held = plain(row)["trajectory"]
     assert isinstance(held, dict) and held["reward"] == 0.75
-    assert held["conversation"][:2] == [  # pyright: ignore
+    assert held["conversation"][:2] == [
         {"from": "human", "value": "You are web shopping.", "loss": None},
         {"from": "gpt", "value": "Ok.", "loss": False},
     ]
@@ -43,7 +43,7 @@ def test_rows_of_agent_traj() -> None:
         {"from": "human", "loss": None, "value": "Hi"},
         {"from": "gpt", "loss": True, "value": "Action:\nx"},
     ]
-    found = agentgym.read(Record({"conversations": conversation, "item_id": "alfworld_7_2"})).trajectory  # pyright: ignore
+    found = agentgym.read(Record({"conversations": conversation, "item_id": "alfworld_7_2"})).trajectory
     assert (found.task.environment, found.task.id) == ("alfworld", "alfworld_7_2")
     assert same_talk(
         found.messages(), (Message(role="user", content="Hi"), Message(role="assistant", content="Action:\nx"))

@@ -149,7 +149,7 @@ class TestCluster:
 
     @pytest.fixture(scope="class")
     def url(self, model: ScriptedModel, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-        import ray  # pyright: ignore[reportMissingImports]  # an extra
+        import ray  # an extra
 
         self.__class__.folder = tmp_path_factory.mktemp("rollouts")  # type: ignore[attr-defined]
         with ExitStack() as stack:

@@ -22,7 +22,7 @@ def stored(opener: Opener, identity: str) -> tuple[tuple[Score, ...], tuple[Labe
     async def read() -> tuple[tuple[Score, ...], tuple[Label, ...]]:
         storage = opener()
         async for _, scores in storage.find(TrajectoryFilter(ids=(identity,))):
-            labels = await storage.labels([identity])  # pyright: ignore[reportAttributeAccessIssue]
+            labels = await storage.labels([identity])
             await storage.close()
             return scores, labels
         raise AssertionError(identity)

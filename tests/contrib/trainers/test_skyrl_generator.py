@@ -35,10 +35,10 @@ def configured(*words: str) -> Any:
 
 def batch(cfg: Any, tasks: list[Any], samples: int, phase: str = "train") -> Any:
     """As SkyRL's trainer asks for it: rows of its data set, and the sampling of its configuration."""
-    from skyrl.backends.skyrl_train.inference_servers.engine_utils import (  # pyright: ignore[reportMissingImports]
+    from skyrl.backends.skyrl_train.inference_servers.engine_utils import (
         get_sampling_params_for_backend,
     )
-    from skyrl.train.generators.utils import prepare_generator_input  # pyright: ignore[reportMissingImports]
+    from skyrl.train.generators.utils import prepare_generator_input
 
     rows = [
         {"prompt": [{"role": "user", "content": "?"}], "env_class": None, "env_extras": {"task": task}, "uid": str(at)}
@@ -92,7 +92,7 @@ def generator(cfg: Any, model: ScriptedModel) -> Any:
 @needs_bubblewrap
 async def test_a_batch_has_the_advantages_of_its_valid_episodes(model: ScriptedModel):
     """By SkyRL's own validation, tensors and GRPO: who failed is in no baseline, and who is alone teaches nothing."""
-    from skyrl.train.trainer import RayPPOTrainer  # pyright: ignore[reportMissingImports]
+    from skyrl.train.trainer import RayPPOTrainer
 
     cfg = configured(
         *STEPWISE,

@@ -67,12 +67,12 @@ class TestRealAgentLoop:
     @pytest.fixture
     def rolled_out(self, servers: Servers, tmp_path: Path) -> Any:
         """Runs an agent loop as verl's worker makes one, from the registered configuration."""
-        import hydra  # pyright: ignore[reportMissingImports]
-        from omegaconf import OmegaConf  # pyright: ignore[reportMissingImports]
-        from verl.experimental.agent_loop.agent_loop import (  # pyright: ignore[reportMissingImports]
+        import hydra
+        from omegaconf import OmegaConf
+        from verl.experimental.agent_loop.agent_loop import (
             DictConfigWrap,
         )
-        from verl.utils.dataset.rl_dataset import RLHFDataset  # pyright: ignore[reportMissingImports]
+        from verl.utils.dataset.rl_dataset import RLHFDataset
 
         config = tmp_path / "config.toml"
         config.write_text("[rl]\nmax_workers = 2\n", encoding="utf-8")
@@ -99,7 +99,7 @@ class TestRealAgentLoop:
         return run
 
     async def test_an_episode_is_what_verl_trains_on(self, rolled_out: Any, servers: Servers):
-        from verl.experimental.agent_loop.agent_loop import AgentLoopOutput  # pyright: ignore[reportMissingImports]
+        from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
 
         rows = await asyncio.gather(*(rolled_out({"task": "webshop-3", "uid": "a"}) for _ in range(4)))
         for row in (each for episode in rows for each in episode):

@@ -89,7 +89,7 @@ def test_every_prediction_gets_what_it_deserves(place: Place, tmp_path: Path, ca
 
     if find_spec("swebench") is None:
         return  # `make test-peers` has it
-    from swebench.harness import reporting  # pyright: ignore[reportMissingImports]
+    from swebench.harness import reporting
 
     monkeypatch.chdir(out)
     rows = [json.loads(line) for line in place.rows.read_text().splitlines()]

@@ -61,7 +61,7 @@ def test_what_nobody_knows_is_one_line(monkeypatch) -> None:
 def test_official_rows_have_the_official_scripts() -> None:
     with pytest.raises(ConfigError, match="unknown log_parser 'mine'"):
         parser_of("mine")
-    from swebench.harness.test_spec.test_spec import make_test_spec  # pyright: ignore[reportMissingImports]
+    from swebench.harness.test_spec.test_spec import make_test_spec
 
     requests = row("psf/requests", "2.3")
     recipe = recipe_of(requests, no_file)

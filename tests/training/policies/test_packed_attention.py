@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 @given(TREES, WINDOWS)
 def test_pairs_are_those_of_the_sequences(layout: Layout, window: int | None) -> None:
     mask, at = block_mask(PackedRows(layout, CPU), window), torch.arange(len(layout.ids))
-    assert torch.equal(mask.mask_mod(0, 0, at[:, None], at[None]), attends(layout, window))  # pyright: ignore
+    assert torch.equal(mask.mask_mod(0, 0, at[:, None], at[None]), attends(layout, window))
 
 
 @pytest.mark.parametrize(("window", "softcap"), [(30, None), (None, 2.0)])

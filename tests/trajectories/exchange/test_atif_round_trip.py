@@ -62,20 +62,20 @@ def episode(answers: list[dict[str, object]]) -> Trajectory:
         each: dict[str, object] = drawn
         calls = tuple(
             ToolCall(id=f"c{number}.{at}", name="bash", arguments=str(text))
-            for at, text in enumerate(each["arguments"])  # pyright: ignore
+            for at, text in enumerate(each["arguments"])
         )
         tokens = None
         if (prompt := each["prompt"]) is not None:
-            sampled: tuple[int, ...] = each["sampled"]  # pyright: ignore
-            whole = (*held, *prompt) if each["extends"] else tuple(prompt)  # pyright: ignore
+            sampled: tuple[int, ...] = each["sampled"]
+            whole = (*held, *prompt) if each["extends"] else tuple(prompt)
             logprobs = (-0.125,) * len(sampled) if each["logprobs"] else ()
             tokens = Tokens(prompt_ids=whole, sampled_ids=sampled, logprobs=logprobs)
             held = (*whole, *sampled)
         metadata: JsonObject = {"reasoning_content": str(each["reasoning"])} if each["reasoning"] else {}
-        turn = Message(role="assistant", content=each["content"], tool_calls=calls)  # pyright: ignore
+        turn = Message(role="assistant", content=each["content"], tool_calls=calls)
         answer = Completion(message=turn, tokens=tokens, finish_reason="stop", policy=POLICY, metadata=metadata)
         tree.commit(tree.propose(answer))
-        tree.nodes[-1].reward = each["reward"]  # pyright: ignore
+        tree.nodes[-1].reward = each["reward"]
         for call in calls if each["answered"] else ():
             tree.head = tree.append(Message(role="tool", content="out", tool_call_id=call.id, name="bash"))
         if each["user"] is not None:

@@ -43,12 +43,12 @@ def logged_by_openhands(folder: Path, messages: list[Message]) -> None:
             continue
         choice = {"index": 0, "finish_reason": "stop", "message": wire}
         answer = ModelResponse(id=f"r{at}", model="tiny", choices=[choice])
-        llm._completion_unwrapped = lambda answer=answer, **kwargs: answer  # pyright: ignore
+        llm._completion_unwrapped = lambda answer=answer, **kwargs: answer
         reply = llm.completion(
             messages=[{**each, "content": each["content"] or ""} for each in history], tools=[*TOOLS]
         )
         # OpenHands replays what the response says.
-        history.append(to_wire(to_message(reply.choices[0].message.model_dump())))  # pyright: ignore
+        history.append(to_wire(to_message(reply.choices[0].message.model_dump())))
 
 
 def only(path: Path) -> Trajectory:

@@ -60,7 +60,7 @@ def loaded(file: Path) -> list[dict[str, Any]]:
     import datasets
 
     kind = "parquet" if file.suffix == ".parquet" else "json"
-    return list(datasets.load_dataset(kind, data_files=str(file), split="train", cache_dir=str(file.parent / "cache")))  # pyright: ignore
+    return list(datasets.load_dataset(kind, data_files=str(file), split="train", cache_dir=str(file.parent / "cache")))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -72,7 +72,7 @@ def test_trl_trains_on_what_was_recorded(
     store: Path, tmp_path: Path, family: str, name: str, columns: tuple[str, ...]
 ) -> None:
     """Each row of a Parquet or JSON Lines file gives TRL the tokens of the conversation itself."""
-    from trl.data_utils import _tokenize, is_conversational  # pyright: ignore[reportPrivateUsage]
+    from trl.data_utils import _tokenize, is_conversational
 
     if (template := official_template(family)) is None:
         pytest.skip(HOW_TO_GET)

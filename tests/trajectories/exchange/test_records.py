@@ -58,7 +58,7 @@ def test_the_verifier_prompt() -> None:
     )
     episode = trajectory(messages)
     (row,) = verifier_rows(episode, (score(episode, 0.0, resolved=False),))
-    system, user, assistant = [each for each in row["messages"] if isinstance(each, dict)]  # pyright: ignore
+    system, user, assistant = [each for each in row["messages"] if isinstance(each, dict)]
     rule = "-" * 100
     assert (
         str(user["content"])

@@ -97,8 +97,8 @@ def test_an_episode_that_ended_meanwhile_takes_its_place(store: Path, tmp_path: 
     out, ended = tmp_path / "all.jsonl", tmp_path / "ended.jsonl"
     run("export", store, "--format", "trajectories", "--out", out)
     run("import", out, "--format", "store", "--into", tmp_path / "other")
-    (line,) = [row for row in rows(out) if row["trajectory"]["stop"] == "unfinished"]  # pyright: ignore
-    line["trajectory"]["stop"] = "terminated"  # pyright: ignore
+    (line,) = [row for row in rows(out) if row["trajectory"]["stop"] == "unfinished"]
+    line["trajectory"]["stop"] = "terminated"
     ended.write_text(json.dumps(line))
     run("import", ended, "--format", "store", "--into", tmp_path / "other")
     assert [each.stop for each, _ in stored(tmp_path / "other") if each.id == UNFINISHED.id] == [StopReason.TERMINATED]

@@ -49,7 +49,7 @@ def test_a_conversation_is_what_the_sdk_makes_of_its_events(version: str, tmp_pa
     assert found.stop is StopReason.TERMINATED and found.failure is None
     assert found.task.id == json.loads((DATA / f"v1_state_{version}.json").read_text())["id"]
     assert found.task.instruction == "Write hello.py."
-    names = [tool["function"]["name"] for tool in found.tools]  # pyright: ignore
+    names = [tool["function"]["name"] for tool in found.tools]
     assert names == ["terminal", "file_editor", "finish", "think"]
     assert 1 < found.times.finished - found.times.started + 1 < 600
 

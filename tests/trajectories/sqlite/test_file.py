@@ -53,7 +53,7 @@ async def test_calls_that_wait_together_share_a_commit(tmp_path: Path) -> None:
     for durable, level in ((True, 2), (False, 1)):  # 2 flushes every commit, 1 does not
         storage, statements = FileTrajectoryStorage(tmp_path / str(level), durable=durable), list[str]()
         await storage.add(trajectory("first"))
-        connection = storage._writer  # pyright: ignore[reportPrivateUsage]
+        connection = storage._writer
         assert connection is not None and connection.execute("PRAGMA synchronous").fetchone() == (level,)
         connection.set_trace_callback(statements.append)
         await asyncio.gather(*(storage.add(trajectory(str(number))) for number in range(64)))

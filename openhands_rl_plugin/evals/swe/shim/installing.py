@@ -58,7 +58,7 @@ def install(words: list[str]) -> int:
     """
     translated = ["-e" if word in ("-ve", "--editable") else word for word in words if word not in WITHOUT_EFFECT]
     folders = [value.partition("[")[0] for name, value in pairwise(translated) if name == "-e"]
-    note = [words, os.getcwd()]
+    note: list[object] = [words, os.getcwd()]
     if OFFLINE and folders and is_unchanged(note):
         say("nothing has changed that the installed project is built from")
         return 0
