@@ -140,6 +140,8 @@ def ended(work: Callable[[], int | None]) -> int:
         sys.stdout.flush()
         return code or 0
     except SystemExit as error:
+        if isinstance(error.__context__, BrokenPipeError):  # rich has closed the output
+            return BROKEN_PIPE
         return error.code if isinstance(error.code, int) else FAILED
     except KeyboardInterrupt:
         return ENDING.say()
