@@ -39,6 +39,7 @@ class ProcessEnd:
         self.number = 0
         self.advice = ""
         self.patience = PATIENCE
+        self._said = False
         self._task: asyncio.Task[Any] | None = None
 
     def install(self) -> None:
@@ -64,7 +65,7 @@ class ProcessEnd:
 
     def say(self) -> int:
         """Print that a signal ended the command, and how to go on. Returns the exit code: 130, or 143 for SIGTERM."""
-        number = self.number or signal.SIGINT
+        number, self._said = self.number or signal.SIGINT, True
         word = "terminated" if number == signal.SIGTERM else "interrupted"
         # On a terminal first the cursor, which progress bars hide.
         os.write(2, f"{'\x1b[?25h' * os.isatty(2)}{word}{'; ' if self.advice else ''}{self.advice}\n".encode())
@@ -83,7 +84,7 @@ class ProcessEnd:
         self._task.get_loop().call_soon_threadsafe(self._task.cancel)  # wakes the loop, too
 
     def _cut(self) -> None:
-        os._exit(self.say())
+        os._exit(128 + self.number if self._said else self.say())
 
 
 ENDING = ProcessEnd()

@@ -16,7 +16,7 @@ import pytest
 from marked import left_after, mark, marked
 
 BUSY = """
-import asyncio, hashlib, sys, time
+import asyncio, hashlib, sys, threading, time
 from openhands_rl_plugin.cli.terminal import ENDING
 
 def compute():
@@ -34,10 +34,14 @@ def in_steps():
 async def in_a_thread():
     await asyncio.to_thread(compute)
 
+def left_behind():
+    threading.Thread(target=compute).start()  # the interpreter waits for it
+    time.sleep(60)
+
 ENDING.install()
 ENDING.advice, ENDING.patience = "go on so", float(sys.argv[2])
 try:
-    {"here": in_steps, "thread": lambda: ENDING.run(in_a_thread())}[sys.argv[1]]()
+    {"here": in_steps, "left": left_behind, "thread": lambda: ENDING.run(in_a_thread())}[sys.argv[1]]()
 except KeyboardInterrupt:
     sys.exit(ENDING.say())
 """
@@ -59,7 +63,12 @@ def busy(process: subprocess.Popen[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("where", "number", "word"), [("here", signal.SIGTERM, "terminated"), ("thread", signal.SIGINT, "interrupted")]
+    ("where", "number", "word"),
+    [
+        ("here", signal.SIGTERM, "terminated"),
+        ("left", signal.SIGTERM, "terminated"),
+        ("thread", signal.SIGINT, "interrupted"),
+    ],
 )
 def test_what_does_not_end_is_cut_short_and_prints_how_to_go_on(where: str, number: signal.Signals, word: str) -> None:
     with started("-c", BUSY, where, "0.5") as process:
