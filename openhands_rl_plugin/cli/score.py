@@ -71,8 +71,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 async def run(args: argparse.Namespace) -> int:
     """Score. Exit code 1 when no episode could be scored. Raises ``RLError`` for wrong options, stores and servers."""
     by_hand = not (args.reward or args.verifier)
-    if by_hand != bool(args.ids) or (by_hand and args.dry_run):
-        raise ConfigError("--id goes with --value or --better-than, filters and --dry-run with --reward or --verifier")
+    if by_hand != bool(args.ids) or (args.dry_run if by_hand else args.note):
+        raise ConfigError("--id and --note go with --value or --better-than, --dry-run with --reward or --verifier")
     async with open_store(args.store, skip_damaged=args.skip_damaged) as storage:
         if by_hand:
             return await _by_hand(args, storage)

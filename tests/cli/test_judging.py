@@ -77,11 +77,12 @@ def test_a_score_by_hand_is_the_outcome_until_it_is_withdrawn(store: Path, capsy
 @pytest.mark.parametrize(
     ("words", "why"),
     [
-        (["--value", "1"], "--id goes with --value"),
+        (["--value", "1"], "--id and --note go with --value"),
         (["--value", "1", "--id", "run-0", "--id", "nobody"], "no episode has an id that begins with 'nobody'"),
         (["--value", "1", "--id", "failed"], "failed failed (infrastructure)"),
-        (["--reward", "return", "--id", "run-0"], "--id goes with --value"),
-        (["--better-than", "run-1"], "--id goes with --value"),
+        (["--reward", "return", "--id", "run-0"], "--id and --note go with --value"),
+        (["--reward", "return", "--note", "all tests pass"], "--id and --note go with --value"),
+        (["--better-than", "run-1"], "--id and --note go with --value"),
         (["--id", "run-1", "--better-than", "other"], "are not two attempts at one task"),
     ],
 )
