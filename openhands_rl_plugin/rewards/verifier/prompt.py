@@ -73,8 +73,8 @@ class VerifierPrompts:
         self._room = max_length - 1 - len(self._before) - len(self._after)
         if self._room < _LEAST_ROOM:
             raise TrainingError(
-                f"max_length = {max_length} leaves {max(0, self._room)} tokens for the interaction; give at least "
-                f"{max_length - self._room + _LEAST_ROOM}"
+                f"{max_length} tokens (the smaller of max_length and what the model takes) leave no room for the "
+                f"interaction: at least {max_length - self._room + _LEAST_ROOM} are needed"
             )
 
     def of(self, trajectory: Trajectory) -> VerifierPrompt:
