@@ -148,7 +148,7 @@ class FileTrajectoryStorage(LogStorage):
         self._durable = durable
         self._reader: sqlite3.Connection | None = None
         self._writer: sqlite3.Connection | None = None
-        self._waiting = deque[tuple[Work[Any], asyncio.Future[Any]]]()
+        self._waiting = deque[tuple[str, Work[Any], asyncio.Future[Any]]]()
         self._called = False  # whether the thread has been notified of waiting calls
         self._thread = _writing_thread()
         # Two threads that read only wait for each other: both make objects.
@@ -185,7 +185,7 @@ class FileTrajectoryStorage(LogStorage):
         self._check_process()
         loop = asyncio.get_running_loop()
         outcome = loop.create_future()
-        self._waiting.append((work, outcome))
+        self._waiting.append((identity, work, outcome))
         # A moment later, so that all who call now are stored together.
         loop.call_soon(self._wake)
         return await outcome
@@ -230,33 +230,33 @@ class FileTrajectoryStorage(LogStorage):
             outcomes: list[Any] = []
             try:
                 with explained(self._file), secrets_looked_up_once():
-                    outcomes = self._stored([work for work, _ in group])
+                    outcomes = self._stored([(identity, work) for identity, work, _ in group])
             except BaseException as error:
                 # Closing the connection undoes what was written; the next call opens a new one.
                 self._disconnect()
                 outcomes = [_stored_not(error)] * len(group)
                 raise
             finally:
-                settled = zip((future for _, future in group), outcomes, strict=True)
+                settled = zip((future for _, _, future in group), outcomes, strict=True)
                 for loop, some in groupby(settled, lambda each: each[0].get_loop()):
                     # No caller waits in a closed loop.
                     with suppress(RuntimeError):
                         loop.call_soon_threadsafe(_wake_callers, tuple(some))
 
-    def _stored(self, group: Sequence[Work[Any]]) -> list[Any]:
+    def _stored(self, group: Sequence[tuple[str, Work[Any]]]) -> list[Any]:
         """The answers of the calls, or their errors, once all is on the disk."""
         if not group:
             return []
         connection = self._opened()
         connection.execute("BEGIN IMMEDIATE")
         try:
-            outcomes = [_driven(work, connection) for work in group]
+            outcomes = [_driven(work, connection) for _, work in group]
         except _OF_ONE_CALL as error:
             connection.execute("ROLLBACK")
-            self._open.clear()
+            for identity, _ in group:
+                self._open.pop(identity, None)
             # The error of one leaves the others alone: each gets a transaction of its own. Savepoints would cost all.
-            alone = len(group) == 1
-            return [_stored_not(error)] if alone else [each for work in group for each in self._stored([work])]
+            return [_stored_not(error)] if len(group) == 1 else [self._stored([each])[0] for each in group]
         connection.execute("COMMIT")
         return outcomes
 
