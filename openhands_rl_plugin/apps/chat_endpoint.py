@@ -45,12 +45,7 @@ from openhands_rl_plugin.environments.tools.environment import (
     TurnText,
 )
 from openhands_rl_plugin.models.engines.client import OpenAIEngine, SeededEngine, merge_sampling
-from openhands_rl_plugin.models.generator.config import (
-    NotFound,
-    Overloaded,
-    ServerConfig,
-    UpstreamFailure,
-)
+from openhands_rl_plugin.models.generator.config import NotFound, Overloaded, ServerConfig, UpstreamFailure
 from openhands_rl_plugin.models.server.wire import (
     ERROR_HANDLERS,
     SSE_DONE,

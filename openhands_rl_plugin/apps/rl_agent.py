@@ -399,13 +399,7 @@ class RLAgent:
             raise ConfigError("task_indices contains a task twice: repeat a task with batch_size")
         try:
             return tuple(
-                Task(
-                    id=f"{name}-{each}",
-                    environment=name,
-                    instruction=instruction,
-                    data={"idx": each},
-                    split=split,
-                )
+                Task(id=f"{name}-{each}", environment=name, instruction=instruction, data={"idx": each}, split=split)
                 for each in indices
             )
         except ValidationError as error:

@@ -6,7 +6,7 @@ import asyncio
 import re
 import uuid
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import NamedTuple
@@ -20,6 +20,7 @@ from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.config.rollout import PlayOptions
 from openhands_rl_plugin.core.errors import ConfigError, TrainingError, describe
 from openhands_rl_plugin.core.files import scratch_folder
+from openhands_rl_plugin.core.judgements import resolved
 from openhands_rl_plugin.core.protocols import Reward, TrajectoryStorage
 from openhands_rl_plugin.core.redaction import redact_text, redact_trajectory
 from openhands_rl_plugin.core.types import EpisodeRequest, Failure, FailureKind, Score, Task, Trajectory
@@ -40,7 +41,7 @@ from openhands_rl_plugin.evals.runs.suites import (
     swe_task,
     swe_tasks,
 )
-from openhands_rl_plugin.evals.swe.instances import Instance, instance_of, read_rows
+from openhands_rl_plugin.evals.swe.instances import instance_of, read_rows
 from openhands_rl_plugin.hosts.shared.sessions import RL_AGENT
 from openhands_rl_plugin.models.engines.client import listed_models
 from openhands_rl_plugin.rollout.scoring import judge
@@ -56,7 +57,6 @@ GivenTask = str | Task | Mapping[str, JsonValue]
 """An id, a task, or a row of a data set."""
 
 _COLUMNS = ("instance_id", "base_commit")
-_ROWS = "rows"
 _SPLIT = "test"
 
 
@@ -153,9 +153,6 @@ def _result(
     without which it has failed."""
     clean = redact_trajectory(trajectory)
     kept = until_secret(clean)
-    result = trajectory.evidence.get("test_result")
-    report = result.get("report") if isinstance(result, dict) else None
-    resolved = report.get("resolved") if isinstance(report, dict) else None
     off_policy = off_policy_sampling(trajectory)
     if getattr(make_strategy(settings), "selects", False):
         off_policy = f"{trajectory.strategy.name} chose among what the policy sampled"
@@ -169,7 +166,7 @@ def _result(
         policy=trajectory.policy,
         stop=trajectory.stop,
         cut_short=is_cut_short(trajectory),
-        resolved=resolved if isinstance(resolved, bool) else None,
+        resolved=resolved(trajectory, ()),
         off_policy=off_policy,
         shortened=kept is not clean,
         messages=clean.messages(),
@@ -220,38 +217,27 @@ def find_task(source: GivenTask, suite: str, settings: RLSettings) -> FoundTask:
         return _of_row(source, settings)
     number = re.fullmatch(rf"({re.escape(folder_name(settings.env_name))}-)?\d+", source)
     name = suite or (ENVIRONMENT if number else LOCAL)
-    if (found := next(iter(_tasks(name, source, settings)), None)) is None:
-        raise ConfigError(f"{name} has no task {source:.200}: give another --suite, or a file of rows as --suite")
-    return found
-
-
-def tasks_of_file(file: Path, settings: RLSettings) -> Iterator[FoundTask]:
-    """The tasks of a file of rows, as in ``find_task``. Raises ``ConfigError``."""
-    return (_of_row(row, settings) for row in read_rows(file))
-
-
-def _tasks(name: str, wanted: str, settings: RLSettings) -> Iterator[FoundTask]:
-    """The tasks of a suite that ``wanted`` names."""
     if name.endswith(ENDINGS):
-        return (each for each in tasks_of_file(Path(name), settings) if each.entry.task.id == wanted)
-    suite, own = find_suite(name), own_suite(name)
-    if suite.software:
-        every = suite.model_copy(update={"split": "all"}) if own is not None or name == LOCAL else suite
-        instances = (each.instance for each in swe_tasks(every) if each.instance is not None)
-        return (_of_instance(each, suite, settings) for each in instances if each.instance_id == wanted)
-    environment, number = suite.environment(settings), wanted.rpartition("-")[2]
-    if environment != settings.env_name:  # whose options are none of another environment
-        settings = settings.model_copy(update={"env_name": environment, "environment": {}})
-    own = own_suite(environment)
-    indices = (int(number),) if number.isdecimal() else ()
-    entries = indexed_tasks(environment, indices, _SPLIT) if own is None else own.tasks("all")
-    return (FoundTask(_suite_of(settings), each, settings) for each in entries if each.row["idx"] in indices)
+        rows = (_of_row(row, settings) for row in read_rows(Path(name)))
+        found = [each for each in rows if each.entry.task.id == source]
+    elif (known := find_suite(name)).software:
+        every = known.model_copy(update={"split": "all"}) if name == LOCAL or own_suite(name) else known
+        found = [FoundTask(known, each, settings) for each in swe_tasks(every) if each.task.id == source]
+    else:
+        environment, last = known.environment(settings), source.rpartition("-")[2]
+        indices = [int(last)] if last.isdecimal() else []
+        own = own_suite(environment)
+        entries = own.tasks("all") if own is not None else indexed_tasks(environment, indices, _SPLIT)
+        found = [_of_environment(each, settings) for each in entries if each.row["idx"] in indices]
+    if not found:
+        raise ConfigError(f"{name} has no task {source:.200}: give another --suite, or a file of rows as --suite")
+    return found[0]
 
 
 def _of_row(row: Task | Mapping[str, JsonValue], settings: RLSettings) -> FoundTask:
     if not isinstance(row, Task) and all(column in row for column in _COLUMNS):
-        suite = Suite(name=_ROWS, dataset=_ROWS, split=_SPLIT)
-        return _of_instance(instance_of({**row}), suite, settings)
+        suite = Suite(name="rows", dataset="rows", split=_SPLIT)
+        return FoundTask(suite, swe_task(instance_of({**row}), suite), settings)
     try:
         task = Task.model_validate(row)
     except ValidationError as error:
@@ -259,18 +245,14 @@ def _of_row(row: Task | Mapping[str, JsonValue], settings: RLSettings) -> FoundT
     own = own_suite(task.environment)
     if task.environment == LOCAL or (own is not None and own.suite.software):
         return find_task(task.id, task.environment, settings)
-    update = {"env_name": task.environment} if task.environment != settings.env_name else {}
-    settings = settings.model_copy(update=update)
-    return FoundTask(_suite_of(settings), EvalTask(task, {**task.data}), settings)
+    return _of_environment(EvalTask(task, {**task.data}), settings)
 
 
-def _of_instance(instance: Instance, suite: Suite, settings: RLSettings) -> FoundTask:
-    suite = suite.model_copy(update={"split": str(instance.extra.get("split") or suite.split)})
-    return FoundTask(suite, swe_task(instance, suite), settings)
-
-
-def _suite_of(settings: RLSettings) -> Suite:
-    """The suite of its own that the environment has, unless the settings name a server."""
-    own = own_suite(settings.env_name)
+def _of_environment(entry: EvalTask, settings: RLSettings) -> FoundTask:
+    """The task in the suite that its environment has of its own, unless the settings name a server."""
+    name, own = entry.task.environment, own_suite(entry.task.environment)
+    if name != settings.env_name:  # whose options are none of another environment
+        settings = settings.model_copy(update={"env_name": name, "environment": {}})
     served = {"env_port", "env_server_base"} & settings.model_fields_set or "base_url" in settings.environment
-    return find_suite(ENVIRONMENT).of_environment(settings.env_name) if own is None or served else own.suite
+    suite = find_suite(ENVIRONMENT).of_environment(name) if own is None or served else own.suite
+    return FoundTask(suite, entry, settings)

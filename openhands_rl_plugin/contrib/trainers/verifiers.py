@@ -12,11 +12,12 @@ from typing import Any
 import verifiers.v1 as vf
 from pydantic import create_model
 
-from openhands_rl_plugin.apps.rollout.play import tasks_of_file
+from openhands_rl_plugin.apps.rollout.play import find_task
 from openhands_rl_plugin.apps.rollout.rollout import roll_out
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.config.rollout import OF_EPISODE, PlayOptions
 from openhands_rl_plugin.evals.runs.suites import ENDINGS, EvalTask, environment_tasks, find_suite, swe_tasks
+from openhands_rl_plugin.evals.swe.instances import read_rows
 
 FACTS = "openhands_rl"
 """Where a trace's ``info`` has what the episode came to."""
@@ -32,7 +33,7 @@ def suite_tasks(suite: str, split: str = "", count: int | None = None) -> list[E
     else says. Raises ``ConfigError``.
     """
     if suite.endswith(ENDINGS):
-        entries = [each.entry for each in tasks_of_file(Path(suite), RLSettings())]
+        entries = [find_task(row, "", RLSettings()).entry for row in read_rows(Path(suite))]
         return [each for each in entries if split in ("", each.task.split)]
     known = find_suite(suite, split or None)
     return [*(swe_tasks(known) if known.software else environment_tasks(known, suite, count))]

@@ -220,7 +220,7 @@ def swe_task(instance: Instance, suite: Suite) -> EvalTask:
         environment=suite.dataset,
         instruction=instruction_of(instance),
         data={name: row[name] for name in _KEPT if name in row},
-        split=suite.split,
+        split=str(instance.extra.get("split") or suite.split),
     )
     return EvalTask(task, row, instance)
 
