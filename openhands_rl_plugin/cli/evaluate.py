@@ -73,7 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("agent and model")
     group.add_argument("--agent", default="stock", metavar="NAME", help="RLAgent, an agent of OpenHands, or its own")
     options.add_settings(group)
-    group.add_argument("--llm", metavar="NAME", help="section [llm.NAME] of the config.toml, over [llm]")
+    group.add_argument("--llm", default="", metavar="NAME", help="section [llm.NAME] of the config.toml, over [llm]")
     group.add_argument("--model", metavar="NAME", help="model name, as in [llm]")
     base = "base model of --model, if that is a version of an adapter (default: [rl.serving] model)"
     group.add_argument("--base-model", metavar="NAME", help=base)
@@ -111,9 +111,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _plan(args: argparse.Namespace, settings: RLSettings) -> EvaluationPlan:
     suite = find_suite(args.suite, args.split).of_environment(settings.env_name)
-    named = {"model": args.model, "base_url": args.base_url}
-    named |= settings.sampling.model_dump(include={"temperature", "top_p"}, exclude_unset=True)
-    llm = llm_section({name: value for name, value in named.items() if value is not None}, args.config, args.llm)
+    sampling = settings.sampling.model_dump(include={"temperature", "top_p"}, exclude_unset=True)
+    llm = llm_section(args.config, args.llm, model=args.model, base_url=args.base_url, **sampling)
     base_model, environment = args.base_model, suite.environment(settings)
     if base_model is None and PolicyRef.from_served_name("", llm.model).adapter is not None:
         base_model = settings.serving.model

@@ -30,7 +30,7 @@ from openhands_rl_plugin.apps.rollout.play import play
 from openhands_rl_plugin.apps.rollout.rollout import PlayedRollout
 from openhands_rl_plugin.apps.stores import open_store
 from openhands_rl_plugin.cli import Parser, ended, program, run_command
-from openhands_rl_plugin.cli.options import STORE_HELP, add_fields, read_fields
+from openhands_rl_plugin.cli.options import STORE_HELP, add_fields, add_option, read_fields
 from openhands_rl_plugin.cli.terminal import sayable
 from openhands_rl_plugin.config.rollout import PlayOptions
 from openhands_rl_plugin.core.errors import ConfigError, EpisodeError, RLError
@@ -43,9 +43,7 @@ RESUME = "nothing is reported for this episode; run the command again"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The task, and one option for each field of ``PlayOptions``."""
-    parser.add_argument(
-        "--task", required=True, metavar="ID|-", help="the task's id; -: its row as JSON on standard input"
-    )
+    add_option(parser, "--task", "ID|-", "the task's id; -: its row as JSON on standard input", required=True)
     parser.add_argument("--store", metavar="STORE", help=f"{STORE_HELP} (default: [rl.storage])")
     add_fields(parser, PlayOptions)
 

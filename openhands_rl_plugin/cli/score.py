@@ -51,9 +51,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The store, the reward or the verifier, and the filters."""
     add_store(parser)
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument(
-        "--reward", metavar="NAME", help="name of a reward (human, return, success, matching, ...), or module:Class"
-    )
+    name = "name of a reward (human, return, success, matching, ...), or module:Class"
+    what.add_argument("--reward", metavar="NAME", help=name)
     what.add_argument("--verifier", metavar="DIR", help="folder of a version trained by `train --verifier`")
     value = "your own score of the episodes of --id: 1 solved, 0 not, or any number; none withdraws the last one"
     what.add_argument("--value", type=score, metavar="REWARD", help=value)

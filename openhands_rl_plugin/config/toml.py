@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from openhands_rl_plugin.config.rl import RLSettings
-from openhands_rl_plugin.core.errors import ConfigError, Location
+from openhands_rl_plugin.core.errors import ConfigError, Location, unknown_name
 from openhands_rl_plugin.core.types import Frozen, JsonObject
 
 SECTIONS: tuple[Location, ...] = (("rl",), ("extended", "rl"), ("agent", "RLAgent", "rl"))
@@ -101,6 +101,17 @@ def table_of(document: Table, name: Location) -> Table | None:
     return found
 
 
+def llm_keys(document: Table, section: str = "", **given: object) -> dict[str, Any]:
+    """The keys of ``[llm]``, over them those of ``[llm.SECTION]``, and over both what is given. Raises ``ConfigError``.
+    """
+    table = table_of(document, ("llm",)) or {}
+    named = {key: value for key, value in table.items() if isinstance(value, dict)}
+    if section and section not in named:
+        raise ConfigError(unknown_name("[llm] section", section, named))
+    own = {key: value for key, value in table.items() if key not in named}
+    return own | named.get(section, {}) | {key: value for key, value in given.items() if value not in (None, "")}
+
+
 def _merge(below: Table, above: Table) -> dict[str, object]:
     both = {
         key: _merge(under, value)
@@ -155,16 +166,8 @@ def work_of(
     file = config or (DEFAULT_FILE if DEFAULT_FILE.is_file() else None)
     served = {"model": model, "base_url": base_url}
     changes = [*changes, *(f"serving.{key}={json.dumps(value)}" for key, value in served.items() if value)]
-    try:
-        document = read_document(file) if file else {"rl": {**LIMITS}}
-        settings = settings_from_sections(document, changes)
-        section: Any = table_of(document, ("llm",)) or {}
-    except ConfigError as error:
-        where = f"{file}: " if file else ""
-        raise ConfigError("\n".join(f"{where}{line}" for line in str(error).splitlines())) from error
-    llm: JsonObject = {key: value for key, value in section.items() if not isinstance(value, dict)}
-    if base_url:
-        llm["base_url"] = base_url
+    settings = load_settings(file, changes=changes) if file else settings_from_sections({"rl": {**LIMITS}}, changes)
+    llm = llm_keys(read_document(file) if file else {}, base_url=base_url)
     if model:
         prefixed = bool(llm.get("base_url")) and not model.startswith(_PROVIDERS)
         llm["model"] = f"openai/{model}" if prefixed else model

@@ -6,15 +6,16 @@ import fnmatch
 import os
 import re
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Annotated
 
-from pydantic import Field, ValidationError
+from pydantic import AfterValidator, Field, ValidationError
 
 from openhands_rl_plugin.config.host import host_of
 from openhands_rl_plugin.config.rl import RLSettings, ServingSettings
-from openhands_rl_plugin.config.toml import read_document, table_of
-from openhands_rl_plugin.core.errors import ConfigError, problems, unknown_name
+from openhands_rl_plugin.config.toml import llm_keys, read_document
+from openhands_rl_plugin.core.errors import ConfigError, problems
 from openhands_rl_plugin.core.judgements import SuccessRule
 from openhands_rl_plugin.core.servers import named_key
 from openhands_rl_plugin.core.types import EpisodeRequest, Frozen, JsonObject, Limits, SamplingParams, Task
@@ -66,7 +67,6 @@ def select[T](
 KEY_VARIABLE = "OPENHANDS_RL_LLM_API_KEY"
 """The environment variable for a key from config.toml: keys are passed by variable name and never written."""
 
-OPENAI_URL = "https://api.openai.com/v1"
 _COMPATIBLE = re.compile(r"^(openai|hosted_vllm|litellm_proxy|custom_openai)/")
 
 
@@ -75,8 +75,8 @@ class LLMSection(Frozen, extra="ignore"):
     that holds the key; empty for a server without keys.
     """
 
-    model: str = Field(min_length=1)
-    base_url: str = Field(default=OPENAI_URL, min_length=1)
+    model: Annotated[str, AfterValidator(lambda name: _COMPATIBLE.sub("", name))]
+    base_url: str = "https://api.openai.com/v1"
     api_key_env: str = ""
     temperature: float | None = Field(default=None, ge=0)
     top_p: float = Field(default=1.0, gt=0, le=1)
@@ -86,34 +86,26 @@ class LLMSection(Frozen, extra="ignore"):
     native_tool_calling: bool = True
 
 
-def llm_section(options: Mapping[str, object], config: Path | None = None, section: str | None = None) -> LLMSection:
-    """``[llm.<section>]`` over ``[llm]`` of ``config``, ``options`` over both.
+def llm_section(config: Path | None, section: str, **given: object) -> LLMSection:
+    """``[llm.SECTION]`` over ``[llm]`` of ``config``, and what is ``given`` over both.
 
     A key in the file is moved to the environment variable ``KEY_VARIABLE`` of this process. Raises ``ConfigError``.
     """
-    name = section or ""
-    table = (table_of(read_document(config), ("llm",)) or {}) if config is not None else {}
-    named = {key: value for key, value in table.items() if isinstance(value, dict)}
-    if name and name not in named:
-        raise ConfigError(f"{config or '--config is not given'}: {unknown_name('[llm] section', name, named)}")
-    given = {**table, **named.get(name, {}), **options}
-    model, url = given.get("model"), given.get("base_url") or OPENAI_URL
-    if not isinstance(model, str) or not model:
+    found = llm_keys(read_document(config) if config else {}, section, **given)
+    if not found.get("model"):
         raise ConfigError("no model is named: give --model NAME, or --llm NAME and a config.toml with [llm.NAME]")
-    if isinstance(key := given.get("api_key"), str) and key:
-        os.environ[KEY_VARIABLE] = key
-        given["api_key_env"] = KEY_VARIABLE
-    elif "api_key_env" not in given:
-        ours = "OPENAI_API_KEY" if str(url).startswith(OPENAI_URL) else ""
-        given["api_key_env"] = "LLM_API_KEY" if os.environ.get("LLM_API_KEY") else ours
-    given = {key: value for key, value in given.items() if value is not None}
+    if key := found.get("api_key"):
+        os.environ[KEY_VARIABLE] = str(key)
+        found["api_key_env"] = KEY_VARIABLE
+    elif os.environ.get("LLM_API_KEY"):
+        found.setdefault("api_key_env", "LLM_API_KEY")
     try:
-        found = LLMSection.model_validate({**given, "model": _COMPATIBLE.sub("", model), "base_url": url})
+        llm = LLMSection.model_validate(found)
     except ValidationError as error:
-        lines = (f"[llm.{name}] {'.'.join(at)}: {why}" for at, why in problems(error, LLMSection))
+        lines = (f"[llm.{section}] {'.'.join(at)}: {why}" for at, why in problems(error, LLMSection))
         raise ConfigError("\n".join(lines)) from error
-    named_key(found.api_key_env, "api_key_env")
-    return found
+    named_key(llm.api_key_env, "api_key_env")
+    return llm
 
 
 class RunSpec(Frozen):
