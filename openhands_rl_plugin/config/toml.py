@@ -102,8 +102,7 @@ def table_of(document: Table, name: Location) -> Table | None:
 
 
 def llm_keys(document: Table, section: str = "", **given: object) -> dict[str, Any]:
-    """The keys of ``[llm]``, over them those of ``[llm.SECTION]``, and over both what is given. Raises ``ConfigError``.
-    """
+    """The keys of ``[llm]``, then of ``[llm.SECTION]``, then those given: later ones count. Raises ``ConfigError``."""
     table = table_of(document, ("llm",)) or {}
     named = {key: value for key, value in table.items() if isinstance(value, dict)}
     if section and section not in named:
