@@ -351,7 +351,6 @@ class EpisodeRunner(Protocol):
         >>> class Recorded:
         ...     async def run(self, request: EpisodeRequest) -> Trajectory:
         ...         return example_trajectory()
-        ...     async def close(self) -> None: ...
         >>> runner: EpisodeRunner = Recorded()
         >>> request = EpisodeRequest(task=Task(id="walk", environment="grid"), run_id="run", group_id="run/walk")
         >>> asyncio.run(runner.run(request)).stop
@@ -370,8 +369,4 @@ class EpisodeRunner(Protocol):
         Raises:
             StorageError: the episode cannot be stored while it runs.
         """
-        ...
-
-    async def close(self) -> None:
-        """Release workers and connections."""
         ...

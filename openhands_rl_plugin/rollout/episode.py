@@ -429,6 +429,3 @@ class SessionRunner:
         if stored is not None and stored.stop is not StopReason.UNFINISHED:
             return stored
         return await self._session(request).run(request)
-
-    async def close(self) -> None:
-        """Does nothing: no resource outlives an episode."""

@@ -43,9 +43,6 @@ class GradedRunner:
         """Run, store and grade one episode; a failed one is returned."""
         return (await self._runner.run(request, self._entries[request.task.id])).trajectory
 
-    async def close(self) -> None:
-        """Does nothing: the caller owns the ``EvalRunner`` and closes it."""
-
 
 RETURN = "return"
 

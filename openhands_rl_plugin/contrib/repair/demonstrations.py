@@ -308,8 +308,5 @@ class _Oracle:
         """Run one episode with the oracle in the place of the policy."""
         return await self._runner.run(request.model_copy(update={"served_model": None}))
 
-    async def close(self) -> None:
-        """Does nothing: ``open`` closes what it opened."""
-
 
 REPAIR = RepairDemonstrator()

@@ -106,10 +106,6 @@ class OutageTolerantRunner:
             await self._server.check()
         return trajectory
 
-    async def close(self) -> None:
-        """Close the wrapped runner."""
-        await self._runner.close()
-
 
 @dataclass(frozen=True)
 class Group:
@@ -289,7 +285,3 @@ class GroupRunner:
         """One try at an episode, on the newest weights at its start."""
         async with self._gate:
             return await self._runner.run(request.model_copy(update={"served_model": self._newest()}))
-
-    async def close(self) -> None:
-        """Close the wrapped runner."""
-        await self._runner.close()

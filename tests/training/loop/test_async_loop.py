@@ -44,7 +44,6 @@ def world(served: ShopWorld) -> ShopWorld:
 
 
 async def finish(parts: LoopParts) -> None:
-    await parts.runner.close()
     await parts.storage.close()
     await parts.publisher.aclose()
 
