@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
-from pydantic import JsonValue
-
 from openhands_rl_plugin.core.errors import GraderError
+from openhands_rl_plugin.core.messages import json_object
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
 from openhands_rl_plugin.core.records import Label, LabelKind
 from openhands_rl_plugin.core.types import Frozen, JsonObject, Score, StopReason, Task, Trajectory, rewards_steps
@@ -204,8 +203,8 @@ def resolved(trajectory: Trajectory, scores: Sequence[Score]) -> bool | None:
     """The verdict of a score by hand; else the newest score or the grader's report; else whether the score reaches 1.0;
     else unknown."""
     evidence = trajectory.evidence
-    graded, by_file = _object(evidence.get("test_result")), _object(evidence.get("report"))
-    report = _object(graded.get("report")) or by_file
+    graded, by_file = json_object(evidence.get("test_result")), json_object(evidence.get("report"))
+    report = json_object(graded.get("report")) or by_file
     newest = newest_outcome(scores)
     if newest is not None and newest.reward is not None and newest.reward_version == VERDICT:
         return newest.reward >= RESOLVED_AT - _ROUNDING
@@ -219,10 +218,6 @@ def resolved(trajectory: Trajectory, scores: Sequence[Score]) -> bool | None:
 
 def patch_of(trajectory: Trajectory) -> str | None:
     """The change that the agent made, as a diff; ``None`` when none was recorded, not even an empty one."""
-    own, tested = trajectory.evidence, _object(trajectory.evidence.get("test_result"))
+    own, tested = trajectory.evidence, json_object(trajectory.evidence.get("test_result"))
     patches = (own.get("git_patch"), tested.get("git_patch"), own.get("patch"))
     return next((patch for patch in patches if isinstance(patch, str)), None)
-
-
-def _object(value: JsonValue) -> JsonObject:
-    return value if isinstance(value, dict) else {}

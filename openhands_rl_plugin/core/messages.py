@@ -348,6 +348,11 @@ def equals(wire: WireMessage, message: Message) -> bool:
     )
 
 
+def json_object(value: object) -> JsonObject:
+    """``value`` where it is a JSON object, else an empty one."""
+    return value if isinstance(value, dict) else {}
+
+
 def is_json_object(text: str) -> bool:
     """Whether a call's arguments are one: servers refuse a conversation with others."""
     try:

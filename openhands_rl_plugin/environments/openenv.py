@@ -14,6 +14,7 @@ from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus
 
 from openhands_rl_plugin.core.errors import BadEnvironmentError, InfrastructureError
+from openhands_rl_plugin.core.messages import json_object
 from openhands_rl_plugin.core.protocols import EnvInfo
 from openhands_rl_plugin.core.servers import is_loopback
 from openhands_rl_plugin.core.types import JsonObject, Message, Task, ToolCall
@@ -86,11 +87,11 @@ def _raise_error(where: str, data: dict[str, Any], kind: str) -> Never:
 
 def _output(observation: JsonValue) -> str:
     """What a call of a tool returned, as text: the texts of the result, else its JSON, or the error."""
-    error, result = _object(observation).get("error"), _object(observation).get("result")
+    error, result = json_object(observation).get("error"), json_object(observation).get("result")
     if isinstance(error, dict):
         return f"{error.get('error_type')}: {error.get('message')}"
-    content = _object(result).get("content")
-    texts = [_object(part).get("text") for part in content] if isinstance(content, list) else [result]
+    content = json_object(result).get("content")
+    texts = [json_object(part).get("text") for part in content] if isinstance(content, list) else [result]
     if texts and all(isinstance(text, str) for text in texts):
         return "\n".join(map(str, texts))
     return json.dumps(result, ensure_ascii=False)
@@ -98,8 +99,8 @@ def _output(observation: JsonValue) -> str:
 
 def _fields(schema: JsonObject) -> JsonObject:
     """The fields of a server's actions that have a choice, with their schemas."""
-    found = _object(schema.get("properties"))
-    return {name: each for name, each in found.items() if name != "metadata" and "const" not in _object(each)}
+    found = json_object(schema.get("properties"))
+    return {name: each for name, each in found.items() if name != "metadata" and "const" not in json_object(each)}
 
 
 def read_action(text: str, schema: JsonObject) -> JsonObject:
@@ -113,22 +114,18 @@ def read_action(text: str, schema: JsonObject) -> JsonObject:
         value: JsonValue = json.loads(text)
     except (ValueError, RecursionError):
         value = text
-    if isinstance(value, dict) and _object(schema.get("properties")).keys() >= value.keys():
+    if isinstance(value, dict) and json_object(schema.get("properties")).keys() >= value.keys():
         return value
     needed = [name for name in fields if isinstance(required, list) and name in required] or [*fields]
     if len(needed) != 1:
         raise RefusedActionError(f"Invalid action: it must be {described(schema)}")
-    return {needed[0]: text if _object(fields[needed[0]]).get("type", "string") == "string" else value}
+    return {needed[0]: text if json_object(fields[needed[0]]).get("type", "string") == "string" else value}
 
 
 def described(schema: JsonObject) -> str:
     """The description of the actions for the prompt."""
     shown = {"properties": _fields(schema), **{name: schema[name] for name in ("required", "$defs") if name in schema}}
     return f"JSON of this schema: {json.dumps(shown, ensure_ascii=False)}"
-
-
-def _object(value: JsonValue) -> JsonObject:
-    return value if isinstance(value, dict) else {}
 
 
 class OpenEnvClient(BaseEnvClient):
@@ -163,10 +160,10 @@ class OpenEnvClient(BaseEnvClient):
         row = task.data.get("row", {})
         if not isinstance(row, dict):
             raise BadEnvironmentError(f"task '{task.id}' needs an object in data['row'], not {excerpt(repr(row))}")
-        schema = self._schema = _object(_object(await self.request("/schema")).get("action"))
+        schema = self._schema = json_object(json_object(await self.request("/schema")).get("action"))
         self._socket = await _connected(self.options)
         answer = self._answer(await self._ask("reset", {"seed": episode_index(task), **row}), "reset")
-        kind = _object(_object(schema.get("properties")).get("type"))
+        kind = json_object(json_object(schema.get("properties")).get("type"))
         if "call_tool" in (kind.get("const"), kind.get("default")):
             listed: Any = await self._ask("step", {"type": "list_tools"})
             self._tools = {

@@ -10,6 +10,7 @@ from pydantic import Field
 from openhands_rl_plugin.config.build import success_rule
 from openhands_rl_plugin.core.errors import GraderError
 from openhands_rl_plugin.core.judgements import HUMAN, UNJUDGED, SuccessRule, consensus, host_evidence, newest_outcome
+from openhands_rl_plugin.core.messages import json_object
 from openhands_rl_plugin.core.records import Label
 from openhands_rl_plugin.core.types import Frozen, JsonObject, Score, StopReason, Trajectory, rewards_steps
 
@@ -141,8 +142,7 @@ class TestsReward(_Reward):
 
     async def __call__(self, trajectory: Trajectory) -> Score:
         """Score the episode. Raises ``GraderError`` when no tests ran, or their environment failed."""
-        held = host_evidence(trajectory).get("test_result")
-        result = held if isinstance(held, dict) else {}
+        result = json_object(host_evidence(trajectory).get("test_result"))
         report = result.get("report")
         if not isinstance(report, dict) or not isinstance(resolved := report.get("resolved"), bool):
             raise GraderError(f"{trajectory.id} has no report of tests in its evidence: grade it first")

@@ -21,6 +21,7 @@ from openhands_rl_plugin.config.build import success_rule
 from openhands_rl_plugin.contrib.studio.replies import columns, number, plain, reply, whole
 from openhands_rl_plugin.contrib.studio.sources import StudioSources
 from openhands_rl_plugin.core.errors import ConfigError, StorageError, describe
+from openhands_rl_plugin.core.messages import json_object
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
 from openhands_rl_plugin.core.records import HELD_OUT_SPLITS, TrajectoryFilter
 from openhands_rl_plugin.core.redaction import redact_json
@@ -327,8 +328,7 @@ def _instance(folder: Path, instance: str) -> JsonObject:
 
 def details_of(row: JsonObject, longest: int = _LONGEST) -> JsonObject:
     """The patch of a row of ``output.jsonl``, its error, and what the grader wrote, each cut at ``longest``."""
-    result = row.get("test_result")
-    graded = result if isinstance(result, dict) else {}
+    graded = json_object(row.get("test_result"))
     patch = graded.get("git_patch") or graded.get("model_patch")
     rest: JsonObject = {name: value for name, value in graded.items() if name not in ("git_patch", "outcome")}
     log = json.dumps(rest, indent=1, ensure_ascii=False)

@@ -25,12 +25,13 @@ from operator import mul
 from pathlib import Path
 from typing import IO, NamedTuple
 
-from pydantic import Field, JsonValue, ValidationError
+from pydantic import Field, ValidationError
 
 from openhands_rl_plugin.config.build import make_strategy
 from openhands_rl_plugin.core.errors import ConfigError, StorageError
 from openhands_rl_plugin.core.files import PRIVATE, is_contained, write_file
 from openhands_rl_plugin.core.machine import machine
+from openhands_rl_plugin.core.messages import json_object
 from openhands_rl_plugin.core.records import LAST_ERROR
 from openhands_rl_plugin.core.redaction import redact_json
 from openhands_rl_plugin.core.statistics import Estimate, over_tasks, paired_difference, pass_at_k, sign_greater
@@ -306,11 +307,6 @@ def _run(file: Path, at: int) -> RunRecord:
         metadata=read_metadata(directory / METADATA),
         outcomes=tuple(map(outcome_of_row, read_rows(file))),
     )
-
-
-def json_object(value: JsonValue) -> JsonObject:
-    """``value`` where it is a JSON object, else an empty one."""
-    return value if isinstance(value, dict) else {}
 
 
 def metadata_of(plan: EvaluationPlan, run: RunSpec, started: float) -> JsonObject:

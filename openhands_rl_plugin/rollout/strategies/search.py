@@ -24,7 +24,7 @@ from openhands_rl_plugin.core.errors import (
     describe,
     problems,
 )
-from openhands_rl_plugin.core.messages import whole_observation
+from openhands_rl_plugin.core.messages import json_object, whole_observation
 from openhands_rl_plugin.core.protocols import Environment, Forkable, LLMEngine, info_of
 from openhands_rl_plugin.core.tree import DraftNode, EpisodeTree
 from openhands_rl_plugin.core.types import (
@@ -105,8 +105,7 @@ NOTES = "search"
 
 def notes(node: Node) -> JsonObject:
     """The strategies' part of a node's metadata, to be read."""
-    found = node.metadata.get(NOTES)
-    return found if isinstance(found, dict) else {}
+    return json_object(node.metadata.get(NOTES))
 
 
 def note(node: DraftNode) -> JsonObject:

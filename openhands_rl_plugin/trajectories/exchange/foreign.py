@@ -31,6 +31,7 @@ from pydantic_core import from_json
 from openhands_rl_plugin.core.errors import RLError, from_extra, problems
 from openhands_rl_plugin.core.messages import (
     SpokenMessage,
+    json_object,
     plain_message,
     reasoning_in,
     reasoning_of,
@@ -145,8 +146,7 @@ def at_path(value: object, *names: str) -> Any:
 
 def object_at(value: object, *names: str) -> JsonObject:
     """The object below these names, empty where there is none."""
-    found = at_path(value, *names)
-    return found if isinstance(found, dict) else {}
+    return json_object(at_path(value, *names))
 
 
 def present(**values: Any) -> JsonObject:
