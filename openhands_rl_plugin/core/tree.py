@@ -127,14 +127,16 @@ class EpisodeTree:
             metadata=dict(completion.metadata),  # search writes into it, and an engine may give it twice
         )
 
-    def aside(self, prompt: Sequence[Message], completion: Completion, kind: str) -> int:
-        """Add a completion that a host asked for beside the episode, such as a summary: a path of its own from a new
-        root, of nodes of this ``kind``. The head stays where it is."""
-        kept = completion.model_copy(update={"metadata": {**completion.metadata, KIND: kind}})
-        return self.propose(kept, parent=self.beside(prompt, kind))
+    def add_side_completion(self, prompt: Sequence[Message], completion: Completion, kind: str) -> int:
+        """Add the completion of a side request, such as a summary: a path of nodes of this ``kind`` from a new root.
 
-    def beside(self, prompt: Sequence[Message], kind: str) -> int:
-        """Add the prompt of such a completion alone; returns its last node. Raises ``ValueError`` for an empty one."""
+        The head does not move. Returns the index of the completion's node.
+        """
+        kept = completion.model_copy(update={"metadata": {**completion.metadata, KIND: kind}})
+        return self.propose(kept, parent=self.add_side_prompt(prompt, kind))
+
+    def add_side_prompt(self, prompt: Sequence[Message], kind: str) -> int:
+        """Add the prompt of a side request. Returns its last node's index; raises ``ValueError`` if it is empty."""
         at: int | None = None
         for message in prompt:
             at = self._add(parent=at, message=message, metadata={KIND: kind})
@@ -285,8 +287,8 @@ class HostConversation:
         self._tree.commit(node)
         self._acted.add(node)
 
-    def unread(self, node: int) -> None:
-        """The host could not read the answer ``node``: its next prompt goes on without it."""
+    def leave_out(self, node: int) -> None:
+        """Take the completion ``node`` off the path: the host could not parse it, and its next prompt omits it."""
         self._acted.discard(node)
         self._tree.head = self._tree.nodes[node].parent
 

@@ -1,15 +1,14 @@
 """The sessions of clients over HTTP: named, followed, stored request by request, and ended when they are idle.
 
-The tree of a session follows the client's conversation. Without a strategy the model server's answer is passed on as it
-is, and recorded. A strategy compares what the model proposes: nothing is forked. What the client executed, condensed or
-left out shows in its next prompt.
+The tree of a session follows the client's conversation. Without a strategy the server's completion is passed on
+unchanged, and recorded. A strategy chooses among several completions; no environment is forked. The next prompt
+shows what it executed, condensed or left out.
 
-What a client asks for beside its episode (a summary of the history, a title) is kept apart from its turns. A
-client does not say which is which. A request is aside when it opens a conversation of its own without any tools while
-the session has some, or got some later. It is a condensation when a rewritten history quotes its answer, and nothing
-went on from it.
+Side requests (a summary of the history, a title) are recorded apart from the turns of the episode. Clients do not mark
+them. A request is a side request if it starts a separate conversation without tools, and the session has tools, now or
+later. It is a condensation if a rewritten history quotes its completion and no later prompt continues it.
 
-The first of these that is present is the name of a request's session:
+A request's session is named by the first of these that is present:
 
 1. the path: ``/session/<name>/v1/chat/completions``, set by the user as the ``base_url``;
 2. the header ``x-litellm-session-id``, which OpenHands' SDK sends with every request of a conversation, or
@@ -17,9 +16,9 @@ The first of these that is present is the name of a request's session:
 3. ``prompt_cache_key`` in the body, which Codex and older SDKs send;
 4. a digest of the client's address and user agent, and of all messages up to the first user message.
 
-By the last rule, conversations with the same first messages share a session and are branches of one tree. It is all
-that is left for OpenHands' SDK before 1.18.1, which sends no id. From then on it sends the id of the conversation as
-``prompt_cache_key``, and from 1.30 also in the header, which alone arrives with models ``litellm_proxy/...`` of 1.58.
+By the last rule, conversations with the same first messages share a session and are branches of one tree. OpenHands'
+SDK before 1.18.1 sends no id, so only this rule names its sessions. Later releases send the conversation's id as
+``prompt_cache_key``, and from 1.30 also in the header. With models ``litellm_proxy/...`` 1.58 sends only the header.
 
 A request is a retry when a byte-identical one of the same session is in flight or was the last one answered, and
 
@@ -78,9 +77,9 @@ from openhands_rl_plugin.session.wire import CHAT, ClientRequest
 HEADERS = ("x-litellm-session-id", "x-claude-code-session-id")
 LONGEST = 200
 OPENING = "opening-"
-"""How the names of sessions begin whose client sends no id."""
+"""The prefix of session names that are digests, because the client sends no id."""
 TOOLS = "tools"
-"""The key of a sampled node's metadata with the tools of its request, where they are not those of the session."""
+"""Metadata key of a sampled node: the tools of its request, if they differ from the session's."""
 
 
 class GatewayConfig(BaseModel):
@@ -117,12 +116,12 @@ class GatewayConfig(BaseModel):
     )
     restore_calls: bool = Field(
         default=False,
-        description="tool calls that a client repaired and wrote anew (OpenHands V1) go to the model server as they "
-        "were sampled, so that every prompt extends the one before; known by their ids",
+        description="send tool calls that a client rewrote (OpenHands V1) to the model server as they were sampled, "
+        "so that every prompt extends the one before; calls are matched by id",
     )
 
     def access(self) -> AccessRules:
-        """Who is let in. Raises ``ConfigError`` when a network address has no key."""
+        """The rules of access. Raises ``ConfigError`` when a network address has no key."""
         return AccessRules(required_key(self.host, self.api_key_env, protects="the model server"))
 
 
@@ -167,7 +166,7 @@ class Reply:
 
 
 class ErrorReply(RLError):
-    """The request ends with this error of the gateway itself; ``status`` is that of HTTP."""
+    """An error that the gateway itself returns for a request; ``status`` is the HTTP status."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -176,9 +175,9 @@ class ErrorReply(RLError):
 
 @dataclass(eq=False)
 class PendingCall:
-    """A request to the model server. Any number of clients read the events of its answer, each from the start.
+    """A request to the model server. Any number of clients read the events of its response, each from the start.
 
-    ``left``: for each client, what is done when it has left. ``headers``: those of a streamed response.
+    ``left``: for each client a future that is done when it has disconnected. ``headers``: of a streamed response.
     """
 
     digest: tuple[str, int, int]
@@ -191,17 +190,17 @@ class PendingCall:
 
     @property
     def begun(self) -> bool:
-        """Whether an event came."""
+        """Whether an event has arrived."""
         return bool(self._parts)
 
     def add(self, part: bytes) -> None:
-        """Add what the clients get next."""
+        """Append bytes for the clients."""
         if part:
             self._parts.append(part)
             self.wake()
 
     async def parts(self, silence: float | None, filler: bytes) -> AsyncIterator[bytes]:
-        """All events until the task has written the last, and ``filler`` after ``silence`` seconds without one."""
+        """Yield all events until the task is done, and ``filler`` after ``silence`` seconds without one."""
         read = 0
         while True:
             more = self._more
@@ -226,19 +225,21 @@ class PendingCall:
 
     def wake(self) -> None:
         """Wake the readers: there is something to read, or the task is done."""
-        # A new one each time: who waits for the old one is woken, and nobody has to clear it.
+        # A new event each time: it wakes those that wait for the old one, and need not be cleared.
         woken, self._more = self._more, asyncio.Event()
         woken.set()
 
 
 ENVIRONMENT = "gateway"
 RECORDED = StrategySpec(name="gateway")
-"""That of a session without a strategy."""
+"""The strategy of a session that only records."""
 
 
 class OpenRequest(BaseModel):
-    """Body of ``POST /session``. ``session``: its name, by default a new one. ``limits``: fields of ``Limits``, the
-    others are those of ``[rl]``; so are ``strategy`` and ``sampling`` where they are left out."""
+    """Body of ``POST /session``. ``session``: its name, by default a new one. ``limits``: fields of ``Limits``.
+
+    ``[rl]`` gives the other limits, and ``strategy`` and ``sampling`` if the body has none.
+    """
 
     model_config = ConfigDict(extra="forbid")
 
@@ -251,9 +252,9 @@ class OpenRequest(BaseModel):
 
 
 class ClientSession(Session):
-    """A session, and the requests that are in flight for it.
+    """A session of a client over HTTP.
 
-    The strategy of ``opened`` decides; without one the answers are recorded.
+    With ``opened``, a strategy chooses the completions; without, they are only recorded.
 
     ``pending``: its requests in flight. ``last_used`` is a Unix time in seconds.
     """
@@ -306,7 +307,7 @@ class ClientSession(Session):
         left: asyncio.Future[Any],
         ask: Callable[[PendingCall], Coroutine[Any, Any, Reply]],
     ) -> PendingCall:
-        """The call that answers this request: the earlier one of a retry, else a new one that runs ``ask``."""
+        """Return the call for this request: the earlier one if it is a retry, else a new one that runs ``ask``."""
         # ``hash`` has a new key in every process; unlike hashlib, it does not release the GIL.
         digest = (path, len(body), hash(body))
         for call in (*self.pending, *([self._last] if self._last else ())):
@@ -337,35 +338,35 @@ class ClientSession(Session):
         call.wake()
 
     def continue_after(self, stored: Trajectory) -> None:
-        """Go on after what an earlier gateway stored. Raises ``StorageError``."""
+        """Resume the episode that an earlier gateway stored. Raises ``StorageError``."""
         self.request = self.request.model_copy(update={"task": stored.task})
         self.policy, self.strategy_spec = stored.policy, stored.strategy
         if not self.resume(stored, on_its_loop(self._storage, asyncio.get_running_loop())):
-            raise StorageError(f"the stored episode {stored.id} is none of a gateway")
+            raise StorageError(f"the stored episode {stored.id} was not recorded by a gateway")
         self.follow_tree()
         self.last_used = stored.times.finished
 
     def as_sampled(self, prompt: Sequence[WireMessage]) -> list[WireMessage]:
-        """A prompt with the answers that it has in common with the tree as they were sampled."""
+        """The prompt, with each completion that the tree has in the form in which it was sampled."""
         path, known = self.conversation.common(prompt)
         return [*self.texts.put_back(prompt[:known], path), *prompt[known:]]
 
     def policy_of(self, served: str) -> PolicyRef:
-        """As ``Session.policy_of``. A server's model may be another than ``base_model``."""
+        """As ``Session.policy_of``. The server's model may differ from ``base_model``."""
         policy = super().policy_of(served)
         return policy if policy.adapter is not None else PolicyRef(base_model=served)
 
     async def record(self, call: ClientRequest, answer: ChatAnswer) -> list[str]:
-        """Store a response with the new messages of its prompt. After a ``StorageError``, the next call stores it, too.
+        """Store a response with the new messages of its prompt. After a ``StorageError`` the next call stores it too.
 
-        Returns the cause for each answer without token ids or logprobs.
+        Returns a cause for each completion without token ids or logprobs.
         """
         latency, parameters = round(time.perf_counter() - call.started, 4), recorded_parameters(call.settings)
         served = answer.model or call.model
         self._begin(call, served)
         tree, tools = self.tree, self.tree.tools
         if aside := self._is_aside(call):
-            rewritten, parent = False, tree.beside([to_message(message) for message in call.messages], SIDE)
+            rewritten, parent = False, tree.add_side_prompt([to_message(message) for message in call.messages], SIDE)
         else:
             rewritten, parent = self.conversation.follow(call.messages), tree.head
         notes: JsonObject = {"request": parameters, "response": answer.about, "latency": latency}
@@ -386,13 +387,13 @@ class ClientSession(Session):
             if aside:
                 tree.nodes[nodes[-1]].metadata[KIND] = SIDE
         for node in reversed(nodes if not aside else ()):
-            # Until the next request shows which choice the client uses, it is the first.
+            # The first choice counts as executed until the next request shows which one the client used.
             self.conversation.acted(node)
         await self.keep_up()
         return causes
 
     async def decided(self, call: ClientRequest, model: str, upstream: Upstream) -> Json:
-        """The answer of the strategy, which is stored. Raises as ``Session.respond``."""
+        """Let the strategy choose a completion, and store it. Raises as ``Session.respond``."""
         self._begin(call, model)
         self.upstream = upstream
         body = {**call.document, "messages": list(call.messages), "model": model}
@@ -410,12 +411,12 @@ class ClientSession(Session):
         turns = [node for node in nodes if kind_of(node) == TURN]
         for node in turns:
             if node.metadata.get(TOOLS) == list(self.tree.tools):
-                del node.metadata[TOOLS]  # noted when they were not known to be those of the session
+                del node.metadata[TOOLS]  # set before the session's tools were known
         if self.strategy_spec == RECORDED:
             self._ask(next((node.message.content for node in turns if node.message.role == "user"), None))
         times = Times(started=self.started, finished=self.last_used)
         frozen = self.freeze(stop=self.stop or stop, evidence=evidence)
-        # The weights that gave the first answer; what was asked beside the episode may be of others.
+        # The weights that sampled the first turn; side requests may have used others.
         policy = next((node.policy for node in turns if node.policy), self.policy)
         trajectory = frozen.model_copy(update={"policy": policy, "times": times})
         await self.end(trajectory)
@@ -436,10 +437,10 @@ class ClientSession(Session):
         self.request = self.request.model_copy(update={"task": task})
 
     def _is_aside(self, call: ClientRequest) -> bool:
-        """Whether the request is no turn of the episode, before it is part of the tree."""
+        """Whether the request is a side request. Call it before the request is added to the tree."""
         tree = self.tree
         if call.tools and not tree.tools:
-            self._offer(call.tools, call.messages[0])
+            self._set_tools(call.tools, call.messages[0])
         if call.tools or not tree.tools or not any(node.sampled for node in tree.nodes):
             return False
         if any(message["role"] == "assistant" for message in call.messages):
@@ -447,10 +448,10 @@ class ClientSession(Session):
         roots = [tree.nodes[at] for at in tree.children(None) if kind_of(tree.nodes[at]) == TURN]
         return not any(equals(call.messages[0], root.message) for root in roots)
 
-    def _offer(self, tools: Sequence[JsonObject], opening: WireMessage) -> None:
-        """The session's tools come with a conversation that begins with ``opening``.
+    def _set_tools(self, tools: Sequence[JsonObject], opening: WireMessage) -> None:
+        """Set the session's tools, which arrived with a conversation that begins with ``opening``.
 
-        What was asked before is aside when it is no beginning of that conversation and nothing went on from it.
+        Earlier conversations become side requests unless they begin with ``opening`` or a later prompt continues them.
         """
         tree = self.tree
         tree.tools = tuple(tools)
@@ -464,7 +465,7 @@ class ClientSession(Session):
             tree.head = None
 
     def _mark_condensations(self) -> None:
-        """Those whose answer is quoted by what a rewritten history has after all earlier answers."""
+        """Mark side requests whose completion a rewritten history quotes after its last earlier completion."""
         nodes = self.tree.nodes
         for leaf in (at for at, node in enumerate(nodes) if node.metadata.get("history_rewritten")):
             path = path_to(nodes, leaf)
@@ -479,19 +480,19 @@ class ClientSession(Session):
                 if not node.sampled or node.message.tool_calls:
                     continue
                 root, answer = path_to(nodes, at)[0], squeezed(node.message.content)
-                # A shorter answer is in many texts by chance.
+                # A shorter completion occurs in many texts by chance.
                 if root != path[0] and len(answer) >= 8 and answer in quoted and self._is_alone(root):
                     self._mark(root, CONDENSATION)
 
     def _is_alone(self, root: int) -> bool:
-        """Whether nothing went on from an answer in the conversation that begins at ``root``."""
-        return not any(self.tree.children(at) for at in self._below(root) if self.tree.nodes[at].sampled)
+        """Whether no prompt continues a completion of the conversation that begins at ``root``."""
+        return not any(self.tree.children(at) for at in self._subtree(root) if self.tree.nodes[at].sampled)
 
     def _mark(self, root: int, kind: str) -> None:
-        for at in self._below(root):
+        for at in self._subtree(root):
             self.tree.nodes[at].metadata[KIND] = kind
 
-    def _below(self, root: int) -> list[int]:
+    def _subtree(self, root: int) -> list[int]:
         found = [root]
         for at in found:
             found += self.tree.children(at)
@@ -499,7 +500,7 @@ class ClientSession(Session):
 
 
 class SessionPool:
-    """Sessions by name. ``settings``: what a session that is opened leaves out."""
+    """Sessions by name. ``settings``: defaults of sessions that a client opens."""
 
     def __init__(self, storage: TrajectoryStorage, config: GatewayConfig, settings: RLSettings) -> None:
         self._storage, self._config, self._settings = storage, config, settings
@@ -511,11 +512,11 @@ class SessionPool:
         return len(self._open)
 
     async def start(self) -> None:
-        """Go on with the sessions that an earlier gateway of this run left open; those of a strategy end.
+        """Resume the sessions that an earlier gateway of this run left open; end those with a strategy.
 
         Raises ``StorageError``.
         """
-        # Drops no real episode; it fails at the start when the storage cannot be written.
+        # No episode has this id. The call fails here, before any request, if the storage cannot be written.
         await self._storage.drop((trajectory_id(self._request("")),))
         where = TrajectoryFilter(run_id=self._config.run_id, environment=ENVIRONMENT, finished=False)
         for left in [each async for each in self._storage.summaries(where)]:
@@ -544,8 +545,10 @@ class SessionPool:
         return session
 
     async def end(self, name: str, stop: StopReason, evidence: JsonObject) -> tuple[str | None, bool]:
-        """End a session after its requests in flight. Returns the id of its episode, ``None`` if it has none, and
-        whether it was open: else the episode is the last of that name."""
+        """End a session after its requests in flight. Returns its episode's id, or ``None``, and whether it was open.
+
+        If it was not open, the id is that of the last episode with this name.
+        """
         # Outside the lock: a request may take minutes and must not block other sessions.
         if (session := self._open.get(name)) is not None:
             await session.settle()
@@ -571,7 +574,7 @@ class SessionPool:
             await self.end(name, StopReason.NO_ACTION, {"ended_by": "shutdown"})
 
     def _request(self, name: str, part: int = 0) -> EpisodeRequest:
-        """That of a session's episode. A name that is used again after its end starts the next ``part``."""
+        """The episode request of a session. A name that is reused after its end starts the next ``part``."""
         task = Task(id=name, environment=ENVIRONMENT)
         return EpisodeRequest(task=task, run_id=self._config.run_id, group_id=name, sample=part)
 
@@ -589,7 +592,7 @@ class SessionPool:
             part, last = part + 1, found[0]
 
     async def _close(self, session: ClientSession, stop: StopReason, evidence: JsonObject) -> str | None:
-        # Requests from here on wait for the lock. An end that fails is tried again.
+        # New requests wait for the lock. If closing fails, the session stays open, and a later call tries again.
         del self._open[session.name]
         try:
             await session.settle()

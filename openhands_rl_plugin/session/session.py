@@ -1,7 +1,7 @@
-"""One episode of a host: its completions are sampled, searched, recorded and stored here.
+"""One episode of a host. ``Session`` samples, searches, records and stores its completions.
 
-``Upstream`` is the model behind it, ``BranchWorld`` a fork of its host for search. A runner binds a session for the
-agent that it creates next; without one the agent creates its own. Nothing here imports OpenHands.
+``Upstream`` is the model server, ``BranchWorld`` a fork of the host for search. A runner binds a session for the next
+agent that it creates; an agent without one creates its own. Nothing here imports OpenHands.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ from openhands_rl_plugin.rollout.episode import Episode
 
 
 class EngineUpstream:
-    """An ``Upstream`` over an ``LLMEngine``, which is used on the loop of ``background``."""
+    """An ``Upstream`` that samples from an ``LLMEngine`` on the loop of ``background``."""
 
     def __init__(self, engine: LLMEngine) -> None:
         self.extensions: JsonObject = {}
@@ -118,8 +118,10 @@ _lock = threading.Lock()
 
 @contextmanager
 def sampling_from(engine: LLMEngine) -> Iterator[None]:
-    """Until the end of the block, V1's episodes that begin in this process are sampled from ``engine``: a
-    ``TransformersEngine``, say, for a model in this process. It is used on the loop of ``core.concurrency``."""
+    """Inside the block, new V1 episodes of this process sample from ``engine``, such as a ``TransformersEngine``.
+
+    The engine runs on the loop of ``core.concurrency.background``.
+    """
     _given.append(engine)
     try:
         yield
@@ -128,9 +130,9 @@ def sampling_from(engine: LLMEngine) -> Iterator[None]:
 
 
 def upstream_in(settings: RLSettings, *, model: str, base_model: str) -> Upstream | None:
-    """What samples in the place of the host's own model, for the served name ``model``; ``None`` for nothing.
+    """The upstream that replaces the host's own model server for the served name ``model``; ``None`` if there is none.
 
-    Engines are shared by the sessions of a process. Raises ``ConfigError``.
+    Sessions of a process share engines. Raises ``ConfigError``.
     """
     serving, url = settings.serving, settings.serving.base_url
     if _given:
@@ -147,42 +149,44 @@ def upstream_in(settings: RLSettings, *, model: str, base_model: str) -> Upstrea
 
 
 _OPEN, _STOP, _CLOSED = "<function=", "</function", "</function>"
-"""How a call begins, where OpenHands asks the server to stop, and what stands there in the prompts that follow."""
+"""The start of a call, the stop word that OpenHands sends, and the closing tag that its later prompts have."""
 
 
 class SampledTexts:
-    """The answers of one episode as the model sampled them, also where the host writes them anew.
+    """The completions of one episode as the model sampled them. Hosts repeat them in another form.
 
-    V1 repairs the arguments of calls by the API: it replays ``"[1, 2]"`` as ``[1, 2]``, for the model another text than
-    it sampled. Calls that are text OpenHands reads and replays written anew: with an empty line before them, with line
-    breaks around values of several lines, without the white space around them, with a closing tag that a stop word had
-    cut. For the model that is another text, too, so each turn would be a sequence of its own. What was sampled is sent
-    instead, where it is the same call, and every prompt extends the one before.
+    Why it is needed: with the host's form, the tokens of a turn are no prefix of the next prompt, so that each turn
+    becomes a training sequence of its own. V1 repairs the arguments of API calls: it repeats ``"[1, 2]"`` as
+    ``[1, 2]``. OpenHands parses calls in text and formats them again: it adds an empty line before a call, line breaks
+    around values of several lines and the closing tag that a stop word cut, and strips white space. If the call is the
+    same, this class sends the sampled text instead, and every prompt extends the one before.
     """
 
     def __init__(self) -> None:
         self._texts: dict[Message, str] = {}
 
     def add(self, completion: Completion) -> None:
-        """Remember an answer. One with calls by the API is none of text."""
+        """Remember a completion without API calls; its text may hold a call."""
         answer, text = completion.message, completion.message.content
         if text and not answer.tool_calls:
             choice = cast(Any, completion.metadata["response"])["choices"][0]
-            # Servers name the word that stopped it (SGLang: ``matched_stop``); of others an open call means that.
+            # Some servers report the stop word (SGLang: ``matched_stop``). For others an open call shows it.
             cut = choice.get("stop_reason", choice.get("matched_stop", _STOP)) == _STOP
             if cut and completion.finish_reason == "stop" and text.rfind(_OPEN) > text.rfind(_CLOSED):
                 text = text.removesuffix(_STOP) + _CLOSED
             self._texts[answer] = text
 
     def put_back(self, prompt: Sequence[WireMessage], path: Sequence[Message]) -> list[WireMessage]:
-        """The prompt, in the host's form, with the answers as they were sampled. ``path`` is the same conversation as
-        the tree has it; a prompt of another length stays as it is."""
+        """The host's ``prompt`` with its completions as they were sampled. ``path``: the same conversation in the tree.
+
+        A prompt of another length is returned unchanged.
+        """
         if len(prompt) != len(path):
             return [*prompt]
         return [self.sent(message, answer) or message for message, answer in zip(prompt, path, strict=True)]
 
     def sent(self, form: WireMessage, answer: Message) -> WireMessage | None:
-        """What is sent for ``answer``, which the host repeats as ``form``; ``None``: the host's own form."""
+        """The message to send for ``answer``, which the host repeats as ``form``; ``None`` to send ``form``."""
         given = form.get("tool_calls") or []
         if form["role"] != "assistant" or [call.get("id") for call in given] != [each.id for each in answer.tool_calls]:
             return None
@@ -192,21 +196,23 @@ class SampledTexts:
         known = self._texts.get(answer)
         if known is None or read_text(known) != read_text(text_of(form.get("content")) or ""):
             return None
-        # Some requests have parts, of which the last one has the mark of the prompt cache.
+        # In some requests the content has parts, and the last part has the mark of the prompt cache.
         parts = form.get("content")
         text = [{**parts[-1], "type": "text", "text": known}] if isinstance(parts, list) and parts else known
         return {**form, "content": text}
 
 
 def _as_sampled(call: Any, sampled: ToolCall) -> Any:
-    """Arguments that are no JSON object keep the host's form: servers refuse such a history."""
+    """The call as it was sampled, except for arguments that are no JSON object: servers refuse such a history."""
     form = {**call, "function": {**call["function"], "name": sampled.name, "arguments": sampled.arguments}}
     return form if form == call or is_json_object(sampled.arguments) else call
 
 
 def read_text(text: str) -> tuple[object, ...]:
-    """The content of an answer's text, apart from what hosts change: the text before its call, the call's name and
-    arguments, and whatever belongs to no call."""
+    """The parts of a completion's text that hosts keep: the text before its call, name, arguments, and text after it.
+
+    Two texts with equal parts are the same completion in two forms.
+    """
     call = CALL.search(text)
     if call is None:
         return (text.strip(),)
@@ -216,7 +222,7 @@ def read_text(text: str) -> tuple[object, ...]:
 
 
 def _plain(value: str) -> str:
-    """A list or an object in one form: hosts read it, and write it with other white space."""
+    """A list or object in normal form, because hosts parse it and write other white space."""
     if value[:1] not in ("[", "{"):
         return value
     try:
@@ -232,7 +238,7 @@ _ELSEWHERE = frozenset({"stream", "stream_options", "messages"})
 
 
 class EpisodeOver(RLError):
-    """The session gives no more completions; ``stop`` is the limit that was reached."""
+    """Raised when the session returns no more completions; ``stop`` is the limit that was reached."""
 
     def __init__(self, stop: StopReason) -> None:
         super().__init__(f"the episode is over: {stop.value}")
@@ -241,9 +247,9 @@ class EpisodeOver(RLError):
 
 @dataclass(frozen=True)
 class Turn:
-    """A request of the host: its ``body``, its messages as ``wire``, and the same conversation in the tree (``path``).
+    """A request of the host: its ``body``, its messages (``wire``), and the same conversation in the tree (``path``).
 
-    ``rewritten``: it does not extend the conversation before.
+    ``rewritten``: its prompt does not extend the prompt before.
     """
 
     body: Json
@@ -253,20 +259,22 @@ class Turn:
 
 
 class Session(Episode):
-    """One episode. A host asks it for each completion; its runner freezes it at the end.
+    """One episode of a host, which requests each completion here. Its runner freezes the episode at the end.
 
-    It is the ``LLMEngine`` of its own strategy. ``environment_mode``: the model sees only the environment's
-    observations; else it works in a workspace with the tools of OpenHands' CodeAct agent, in ``workspace`` if given.
-    ``base_model`` is the served name of the model without an adapter, ``token_ids`` whether the server is asked for
-    token ids. ``strict`` as in ``HostConversation``. ``error`` must stop the whole run; it is kept here because
-    OpenHands' controller handles any exception by ending only the session. ``opinion``: a critic's last score, which
-    is stored at its end.
+    The session is the ``LLMEngine`` of its own strategy. ``environment_mode``: the model sees only the environment's
+    observations. Otherwise it works in a workspace with the tools of OpenHands' CodeAct agent, in ``workspace`` if
+    given. ``base_model``: the served name of the model without an adapter. ``token_ids``: whether to request token ids
+    from the server. ``strict``: as in ``HostConversation``. ``error``: an error that must stop the whole run; it is
+    kept here because OpenHands' controller ends only the session on any exception. ``opinion``: a critic's last score;
+    it is stored at the end. ``documents``: each sampled message -> the response of the server.
 
-    A host may set: ``upstream``, which the next completions are sampled from; ``note``, their metadata; ``world``,
-    which makes the forks for the decision on the request ``turn``; ``reads``, its own parser, for strategies that
-    choose (document -> why it cannot read it, or ``None``); ``samples`` to false where the host's sampling and limits
-    hold, not the session's; ``exact`` to false where its prompts have completions in the host's own form, not as they
-    were sampled. ``documents``: each sampled message -> the response of the server.
+    A host may set these attributes:
+
+    - ``upstream``: where the next completions are sampled; ``note``: their metadata;
+    - ``world``: makes the environment to fork for the decision on the request ``turn``;
+    - ``reads``: the host's parser, for strategies that choose (document -> parse error, or ``None``);
+    - ``samples``: false if the host's sampling and limits apply, not the session's;
+    - ``exact``: false if prompts keep completions in the host's own form, not as they were sampled.
     """
 
     def __init__(
@@ -294,7 +302,7 @@ class Session(Episode):
         self.environment_mode = environment_mode
         self.workspace = workspace
         self.token_ids = token_ids
-        # The length of an answer is bounded by the limits, which may be the task's own.
+        # ``limits``, which may be the task's own, bound the length of a completion.
         own = settings.sampling_params().model_copy(update={"max_tokens": None})
         self.sampling = merge_sampling(request.sampling, own)
         self.opinion: Score | None = None
@@ -307,7 +315,7 @@ class Session(Episode):
         self._strict = strict
         self.follow_tree()
         self.upstream: Upstream | None = None
-        # The live turn and those that forks have reached; the document of each answer; failed requests.
+        # The live turn and those that forks have reached; the document of each completion; failed requests.
         self._turns: list[Turn] = []
         self.documents: dict[Message, Json] = {}
         self._failed: dict[object, list[JsonObject]] = {}
@@ -318,7 +326,7 @@ class Session(Episode):
         self._stopping = threading.Lock()
 
     def follow_tree(self) -> None:
-        """Follow the host's prompts in ``tree``, which is a new one."""
+        """Start to match the host's prompts with ``tree``, after it was replaced."""
         self.conversation = HostConversation(
             self.tree,
             strict=self._strict,
@@ -331,11 +339,11 @@ class Session(Episode):
         return self.request.seed
 
     def policy_of(self, served: str) -> PolicyRef:
-        """The weights that a server knows by the name ``served``."""
+        """The policy with the served name ``served``."""
         return PolicyRef.from_served_name(self.base_model, served)
 
     def answer(self, body: Json, at: float = 0.0) -> Json:
-        """As ``respond``, for a host that blocks. ``at``: when, in the host's own count, such as the id of an event.
+        """As ``respond``, for a host that blocks. ``at``: the time in the host's own count, such as an event's id.
 
         Also raises ``asyncio.CancelledError`` after ``cancel``.
         """
@@ -347,8 +355,10 @@ class Session(Episode):
         return job.result()
 
     def cancel(self, until: float | None = None) -> None:
-        """End the decision that is under way, and wait for its end. With ``until`` only one that began at that time or
-        before, and those that still come. Blocks."""
+        """Cancel the running decision and wait for its end. Blocks.
+
+        With ``until``, cancel only decisions that began at that time or before, and later ones.
+        """
         with self._stopping:
             self._stopped = max(self._stopped, -math.inf if until is None else until)
             job, at = self._job
@@ -356,11 +366,11 @@ class Session(Episode):
             job.cancel()
 
     async def respond(self, body: Json) -> Json:
-        """The strategy's answer to a host's chat request, as a chat completion, which is stored before it is returned.
+        """Let the strategy choose a completion for a host's chat request, store it, and return it as a chat completion.
 
-        What the host executed, condensed or rewrote shows in its prompt, which the tree follows. On the loop of
-        ``background``. Raises ``EpisodeOver`` at a limit, ``CaughtFailure`` when no answer can be had (its last cause
-        is the ``ServerError``, if there is one; the same request may come again), ``ConfigError``, ``StorageError``.
+        The tree follows the prompt, which shows what the host executed, condensed or rewrote. Runs on the loop of
+        ``background``. Raises ``EpisodeOver`` at a limit, ``CaughtFailure`` if all requests fail (its last cause is the
+        ``ServerError``, if there is one; the host may repeat the request), ``ConfigError``, ``StorageError``.
         """
         tree = self.tree
         async with self._deciding:
@@ -379,7 +389,7 @@ class Session(Episode):
             return document if self._spent.calls < 2 else {**document, "usage": usage_to_wire(self._spent)}
 
     async def _decided(self, turn: Turn) -> int:
-        """The node that the strategy chooses. Failed requests are noted at the prompt."""
+        """The node that the strategy chooses. Failed requests are noted in the metadata of the prompt's last node."""
         if turn.path != self.turn.path:
             self._failed.clear()
         self.turn, self._spent = turn, Usage()
@@ -391,7 +401,7 @@ class Session(Episode):
         try:
             return await self.decide(self.world() if self.world is not None else None)
         finally:
-            if self.turns == turns:  # the host may ask again, with the same seeds
+            if self.turns == turns:  # the host may repeat the request with the same seeds
                 self._seeds = seeds
             if self.tree.head is not None:
                 metadata = self.tree.nodes[self.tree.head].metadata
@@ -400,7 +410,7 @@ class Session(Episode):
                     metadata["failed_attempts"] = [*itertools.chain.from_iterable(self._failed.values())]
 
     def expect(self, turn: Turn) -> None:
-        """Until the next request of the host, conversations that begin with ``turn.path`` go on from ``turn``."""
+        """Until the host's next request, use ``turn`` for conversations that begin with ``turn.path``."""
         self._turns = [turn, *(known for known in self._turns if known.path != turn.path)]
 
     async def complete(
@@ -411,10 +421,10 @@ class Session(Episode):
         n: int = 1,
         sampling: SamplingParams | None = None,
     ) -> list[Completion]:
-        """Sample ``n`` answers concurrently. A conversation that extends the host's is sent in the host's form.
+        """Sample ``n`` completions concurrently. A conversation that extends the host's is sent in the host's form.
 
-        Returns fewer when some calls fail. Raises ``InfrastructureError`` or ``ModelError``, with the ``ServerError``
-        as the cause, when all fail. Meanwhile the answers so far are stored; raises ``StorageError``.
+        Returns fewer if some calls fail. Raises ``InfrastructureError`` or ``ModelError``, with the ``ServerError`` as
+        the cause, if all fail. Earlier completions are stored at the same time; raises ``StorageError``.
         """
         path = tuple(messages)
         begun = [known for known in self._turns if path[: len(known.path)] == known.path]
@@ -445,7 +455,7 @@ class Session(Episode):
         return wanted.model_copy(update={"max_tokens": longest, "seed": (seed + number) % 2**31})
 
     def _sampled(self, given: Json, wanted: SamplingParams) -> Json:
-        """The host's request with the session's sampling in the place of the host's."""
+        """The host's request with the session's sampling parameters instead of the host's."""
         if not self.samples:
             return given
         body = {**given, "temperature": wanted.temperature, "top_p": wanted.top_p, "seed": wanted.seed}
@@ -468,10 +478,9 @@ class Session(Episode):
         rewritten: bool = False,
         upstream: Upstream | None = None,
     ) -> Completion:
-        """One completion of the request ``given`` with the messages ``wire``. Raises as ``complete``.
+        """Sample one completion of the request ``given`` with the messages ``wire``. Raises as ``complete``.
 
-        A request is sent three times while the server is overloaded or away, as OpenAI's client does; then the host may
-        ask again.
+        Like OpenAI's client, it sends a request up to three times if the server is overloaded or unreachable.
         """
         number, upstream = next(self._numbers), upstream or self.upstream
         assert upstream is not None
@@ -503,26 +512,26 @@ class Session(Episode):
         return completion
 
     async def aside(self, body: Json, kind: str, upstream: Upstream) -> Json:
-        """A completion of ``upstream`` beside the episode, such as a summary, sampled as the host asks.
+        """Sample a completion from ``upstream`` that is no turn, such as a summary, with the host's sampling.
 
-        Raises as ``respond``.
+        It is stored as nodes of this ``kind``. Raises as ``respond``.
         """
         with boundary(FailureKind.MODEL, "session.aside"):
             completion = await self.ask(body, body["messages"], upstream=upstream)
-        self.tree.aside([to_message(message) for message in body["messages"]], completion, kind)
+        self.tree.add_side_completion([to_message(message) for message in body["messages"]], completion, kind)
         await self.keep_up()
         document: Any = completion.metadata["response"]
         return document
 
-    def unread(self, why: str) -> None:
-        """The host could not read the last answer, and goes on without it."""
+    def drop_malformed(self, why: str) -> None:
+        """Take the last completion off the executed path, because the host could not parse it."""
         tree = self.tree
         assert tree.head is not None
         tree.nodes[tree.head].metadata["malformed"] = why
-        self.conversation.unread(tree.head)
+        self.conversation.leave_out(tree.head)
 
     def end_here(self, stop: StopReason) -> None:
-        """Set why the episode ended. A last answer that search simulated is marked as a real one."""
+        """Set why the episode ended. If a search simulated the last action, clear its simulated reward."""
         self.stop = stop
         last = self.tree.nodes[self.tree.head] if self.tree.head is not None else None
         if last is not None and last.sampled and last.simulated:
@@ -530,7 +539,7 @@ class Session(Episode):
 
     @property
     def sink(self) -> Any:
-        """Where it is stored while it runs; ``None`` for nowhere."""
+        """The storage that the episode is written to while it runs, or ``None``."""
         return self._journal.storage if self._journal is not None else None
 
     async def end(self, trajectory: Trajectory) -> None:
@@ -542,20 +551,23 @@ class Session(Episode):
 
 
 session_here: ContextVar[Session | None] = ContextVar("rl_session", default=None)
-"""An ``RLAgent`` that is created in this context runs this session."""
+"""The session of an ``RLAgent`` that is created in this context."""
 
 
 def _limits_of(settings: RLSettings, environment_mode: bool) -> Limits:
     limits = settings.limits()
     if environment_mode or settings.max_prompt_length != RLSettings.model_fields["max_prompt_length"].default:
         return limits
-    # The default is made for short conversations, and the CodeAct agent's own instructions are longer. So it is no
-    # limit in a workspace, even where it is written out: in a copied example, or in the settings of a worker process.
+    # The default is for short conversations; the CodeAct agent's own instructions are longer. So it does not apply in a
+    # workspace, even if it is set explicitly, as in a copied example or in the settings of a worker process.
     return limits.model_copy(update={"max_prompt_length": None})
 
 
 def _fitting(message: Message, document: Json, number: int) -> Message:
-    """The message, and in ``document`` the same, as a host can read it and send it again: text, and calls with ids."""
+    """Make a completion valid for a host, which parses and repeats it: text content, and an id for each call.
+
+    Changes ``document`` in place and returns the message.
+    """
     sent = document["choices"][0]["message"]
     for at, call in enumerate(own := [*message.tool_calls]):
         own[at] = call if call.id else call.model_copy(update={"id": f"call_{number}_{at}"})
@@ -569,25 +581,28 @@ def _fitting(message: Message, document: Json, number: int) -> Message:
 
 
 Complete = Callable[[Json], Json]
-"""A host's request -> the document of the answer. Blocks; raises ``EpisodeOver``."""
+"""A host's request -> the response document. Blocks; raises ``EpisodeOver``."""
 
 
 class Branch(Protocol):
-    """A copy of a host's session at a request that waits for its answer. All methods block.
+    """A copy of a host's session, which waits for the response to a request. All methods block.
 
-    The live session is one, too, which is only forked.
+    The live session is also a branch, but is only forked, never run.
     """
 
     @property
     def workspace(self) -> Any:
-        """The copy that it works on: ``changes()`` gives those since the session began as evidence, ``check(command)``
-        runs a ``WorkspaceCommand`` over it, and its user calls ``close()``. All of them block."""
+        """The branch's copy of the workspace. All its methods block.
+
+        ``changes()`` returns the changes since the session began, ``check(command)`` runs a ``WorkspaceCommand`` in it.
+        The caller calls ``close()``.
+        """
         ...
 
     def run(self, complete: Complete) -> None:
-        """Go on as the host would, from that request on, with ``complete`` as the model, until the agent ends.
+        """Run the host from that request until its agent ends, with ``complete`` as the model.
 
-        Raises what ends a session of the host.
+        Raises any error that ends a session of the host.
         """
         ...
 
@@ -597,13 +612,12 @@ class Branch(Protocol):
 
 
 class BranchWorld:
-    """An ``Environment`` over a branch, in the middle of an episode. Over the ``live`` branch of a session at one
-    decision it is only forked.
+    """An ``Environment`` over a branch, in the middle of an episode. Over the ``live`` branch it is only forked.
 
-    A branch is an ordinary session of the host, in a thread of its own, whose request is held. The host goes on in it
-    as it would live. The strategy's answer is given, the host executes it, and its next request is the observation,
-    which waits in turn. So a branch shows what the live session would show; its first prompt is compared with the live
-    one. ``turn``: the request of the branch that waits.
+    A branch is an ordinary session of the host in its own thread, blocked on a request. ``step`` passes the strategy's
+    completion to the host, which executes it. The host's next request is the observation, and blocks again. So a branch
+    returns the same observations as the live session; its first prompt must equal the live one. ``turn``: the pending
+    request of the branch.
     """
 
     info = EnvInfo(emits_rewards=False)
@@ -624,7 +638,7 @@ class BranchWorld:
         raise RuntimeError("a branch cannot be reset: it continues an episode")
 
     async def step(self, action: Message) -> Observation:
-        """Execute an answer that the session sampled; returns what the model would see.
+        """Execute a completion that the session sampled; returns the observation that the model would get.
 
         Raises ``BadEnvironmentError`` for an action that a fork cannot execute.
         """
@@ -643,10 +657,10 @@ class BranchWorld:
             return Observation(terminated=True)
         if not _same(wire[:known], before.wire):
             raise BadEnvironmentError("the branch cannot continue the conversation: its host rewrites earlier messages")
-        # The prompt repeats the answer first, in the host's own form, except for one that the host could not read.
+        # The prompt repeats the completion first, in the host's own form, unless the host could not parse it.
         replayed = len(wire) > known and wire[known]["role"] == "assistant"
         new = tuple(to_message(message) for message in wire[known + replayed :])
-        # The earlier messages are shared, because a search holds very many turns.
+        # Turns share the earlier messages, because a search holds very many turns.
         self.turn = Turn(before.body, [*before.wire, *wire[known:]], (*before.path, action, *new))
         session.expect(self.turn)
         return Observation(messages=new)
@@ -664,14 +678,14 @@ class BranchWorld:
         return await background().blocking(lambda: self._branch.workspace.check(asked))
 
     async def close(self) -> None:
-        """End the host's run, without a retry, its processes, and remove its files."""
+        """End the host's run without a retry, end its processes, and remove its files."""
         self._closed = True
         if not self._answer.done():
             self._answer.set_exception(EpisodeOver(StopReason.NO_ACTION))
         await background().blocking(self._branch.workspace.close)
 
     async def _prompt(self) -> Sequence[WireMessage] | None:
-        """That of the next request; ``None`` after the end of its agent.
+        """The messages of the host's next request; ``None`` after its agent ended.
 
         Raises ``CaughtFailure`` when the host has failed.
         """

@@ -1,11 +1,11 @@
 """``RLAgent`` for OpenHands' controller, its completions, and its forks for search.
 
-A session answers in the place of ``LLM._completion_unwrapped``: below retries, message formatting and the conversion of
-tools to a prompt, and before the answer is parsed. An error of the model server is raised as litellm's exception, so
-that OpenHands' own retries and messages work as before. What condensers and other agents ask is recorded, too.
+A session replaces ``LLM._completion_unwrapped``: below retries, message formatting and the conversion of tools to a
+prompt, and before the response is parsed. Errors of the model server are raised as litellm's exceptions, so that
+OpenHands' own retries and messages work. Completions of condensers and other agents are recorded too.
 
-``Agent.register`` of OpenHands is made idempotent. Autoload registers ``RLAgent``, and so does OpenHands itself for the
-documented ``classpath`` line; without this the second registration would be logged as an error.
+This module makes ``Agent.register`` of OpenHands idempotent, because both autoload and OpenHands itself (for the
+documented ``classpath`` line) register ``RLAgent``. Otherwise OpenHands would log the second call as an error.
 """
 
 from __future__ import annotations
@@ -78,10 +78,10 @@ from openhands_rl_plugin.rollout.strategies.base import StandardReActStrategy
 from openhands_rl_plugin.session.session import BranchWorld, Complete, EpisodeOver, Session, Upstream, session_here
 
 MALFORMED = litellm_calls.malformed(exceptions)
-"""What OpenHands raises for an answer of the model that it cannot parse."""
+"""The exceptions that OpenHands raises for a completion that it cannot parse."""
 
 ANSWERED = MALFORMED[1:]
-"""Errors of an answer that OpenHands' controller reports to the model; others end the session."""
+"""Parse errors that OpenHands' controller reports to the model; others end the session."""
 
 _register_new = Agent.register
 
@@ -106,21 +106,21 @@ _TOOLS_OF_OTHER_RUNTIMES = {"enable_browsing": False, "enable_jupyter": False}
 class RLAgentHostConfig(AgentConfig):
     """``[agent.RLAgent]`` with an ``[agent.RLAgent.rl]`` table in it.
 
-    OpenHands uses this model only where the section has a ``classpath`` line; without one it refuses the table. The
-    table is checked when the agent is created: after an error here OpenHands would skip the whole section.
+    OpenHands uses this model only if the section has a ``classpath`` line; without one it rejects the table. The table
+    is validated when the agent is created, because OpenHands skips the whole section after an error here.
     """
 
     rl: JsonObject = Field(default_factory=dict)
 
 
 class RLAgent(CodeActAgent):
-    """The agent that OpenHands loads by the name "RLAgent": CodeAct, with a strategy that decides every turn.
+    """The agent that OpenHands loads by the name "RLAgent": CodeAct, with a strategy that chooses every completion.
 
-    The Python API ``openhands_rl_plugin.RLAgent`` is another class (``apps.rl_agent``), which runs without
-    OpenHands. This one runs the bound episode, or else an episode of its own, which it stores itself.
+    The Python API ``openhands_rl_plugin.RLAgent`` is another class (``apps.rl_agent``), which runs without OpenHands.
+    This one runs the episode of a runner. Without a runner it begins an episode and stores it itself.
 
     In workspace mode the model gets CodeAct's prompt and tools. In environment mode it gets only the environment's
-    observations, and its answers are the actions of the environment, which runs behind OpenHands' runtime.
+    observations, and its completions are actions of the environment, which OpenHands' runtime executes.
     """
 
     config_model = RLAgentHostConfig
@@ -151,7 +151,7 @@ class RLAgent(CodeActAgent):
                     f"[rl.reward]: `{asked.command}` judges a workspace, and runtime = {runtime!r} cannot run it: set "
                     f"runtime = {WORKSPACE_RUNTIME!r} in [core], or choose another reward"
                 )
-            self._served_model: str | None = None  # of the adapter that an episode of its own samples from
+            self._served_model: str | None = None  # the adapter that an episode without a runner samples from
             if bound is not None:
                 self._begin(bound)
             else:
@@ -161,10 +161,11 @@ class RLAgent(CodeActAgent):
                 self._served_model = litellm_calls.check_model(self._settings, llm.model_dump() | key)
 
     def step(self, state: State) -> Action:
-        """The next action: a pending one, or the first of a new answer. OpenHands' controller handles its exceptions.
+        """Return the next action: a pending one, or the first of a new completion.
 
-        In environment mode it is the whole episode. Raises OpenHands' own exceptions for an answer that it cannot
-        parse and for a model server that fails. Without a condenser, a full context window ends the episode.
+        In environment mode one call runs the whole episode. Raises OpenHands' own exceptions, which its controller
+        handles, if a completion cannot be parsed or the model server fails. Without a condenser, a full context window
+        ends the episode.
         """
         self._state = state
         session = self._session or self._begin_standalone(state)
@@ -249,19 +250,19 @@ class RLAgent(CodeActAgent):
         record_condenser(self.condenser, session)
         session.world = self._world
         if not self._environment_mode and type(session.strategy) is not StandardReActStrategy:
-            session.reads = self._why_unread
+            session.reads = self._parse_error
         self._session = session
         return session
 
     def _ask_session(self, body: Json) -> Json:
-        """The session's answer. Raises as ``Session.respond``, and ``CancelledError`` when the user stops it."""
+        """Get a completion from the session. Raises as ``Session.answer``, ``CancelledError`` on the user's stop."""
         assert self._session is not None and self._state is not None
         if isinstance(runtime := sessions.runtime_of(self._state.session_id), runtimes.SessionRuntime):
             runtime.session = self._session
         return self._session.answer(body, _last_event(self._state))
 
     def _world(self) -> Forkable | None:
-        """The live session, for the strategy to fork."""
+        """The live session as an environment that the strategy can fork; ``None`` if it cannot be forked."""
         assert self._session is not None and self._state is not None
         runtime = sessions.runtime_of(self._state.session_id)
         if isinstance(runtime, runtimes.EnvironmentRuntime):
@@ -279,7 +280,7 @@ class RLAgent(CodeActAgent):
             events = [_undated(event) for event in events]
         return super()._get_messages(events, initial_user_message, forgotten_event_ids)
 
-    def _why_unread(self, document: Json) -> str | None:
+    def _parse_error(self, document: Json) -> str | None:
         response = litellm_calls.response_of(document)
         try:
             if not self.llm.is_function_calling_active():
@@ -290,13 +291,13 @@ class RLAgent(CodeActAgent):
         return None
 
     def response_to_actions(self, response: ModelResponse) -> list[Action]:
-        """As in OpenHands, with one exception for all that is wrong with a call."""
+        """As in OpenHands, but every invalid call raises ``FunctionCallValidationError``."""
         try:
             actions = super().response_to_actions(response)
         except FunctionCallConversionError as error:
             raise FunctionCallValidationError(str(error)) from error
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            # OpenHands' parser fails with these for JSON arguments that are no object of the right types.
+            # OpenHands' parser raises these for JSON arguments of the wrong types.
             raise FunctionCallValidationError(f"The tool call's arguments cannot be used: {describe(error)}") from error
         for action in actions:
             # OpenHands copies arguments into actions unchecked: a number as a command would fail in the runtime.
@@ -315,15 +316,15 @@ class RLAgent(CodeActAgent):
 
 @dataclass
 class SessionBranch:
-    """A ``Branch`` of the session of ``agent``; the live one itself where ``runtime`` is the live one.
+    """A ``Branch`` of the session of ``agent``; the live session itself if ``runtime`` is the live one.
 
-    It is a forked runtime and a list of events, over which the agent's own ``step`` runs, without a controller and
-    event files. That is enough, because a prompt depends on events only, which are serialized to JSON and back as in
-    the live stream. No event of a branch reaches the live stream.
+    A branch has a forked runtime and a list of events. The agent's own ``step`` runs over them, without a controller
+    and event files. That suffices, because a prompt depends on events only. Events are serialised to JSON and back as
+    in the live stream; none of a branch reaches the live stream.
 
-    Not simulated in a branch: knowledge that microagents add to the continuing message when the model calls no tool,
-    condensation of the branch's own events, and OpenHands' own limits of a session. Where the real prompt then differs
-    from the simulated one, a new branch of the tree begins.
+    A branch does not simulate: knowledge that microagents add to the continuing message when the model calls no tool,
+    condensation of the branch's own events, and OpenHands' own limits of a session. If the real prompt therefore
+    differs from the simulated one, a new branch of the tree begins.
 
     ``events`` and ``forgotten`` (ids) are the history as the agent sees it.
     """
@@ -349,7 +350,7 @@ class SessionBranch:
         from openhands.core.main import auto_continue_response
 
         agent: Any = copy.copy(self.agent)
-        # With metrics of its own, and without a second try.
+        # Its own metrics, and no retry.
         config = agent.llm.config.model_copy(update={"num_retries": 1, "log_completions": False})
         agent.llm, agent.pending_actions, agent.condenser = LLM(config, agent.llm.service_id), deque(), self
         if agent._described:
@@ -374,11 +375,11 @@ class SessionBranch:
                 self._record(observation, EventSource.AGENT)
 
     def condensed_history(self, state: State) -> View:
-        """The live view of the history, and what the branch adds to it: a branch is its agent's condenser, too."""
+        """The live view of the history plus the branch's events. A branch replaces its agent's condenser."""
         return View(events=state.history, forgotten_event_ids=self.forgotten)
 
     def _record(self, event: Event, source: EventSource) -> Any:
-        """Add the event as the live stream would return it, without adding it there."""
+        """Add the event to the branch only, in the form in which the live stream would return it."""
         # OpenHands declares these as properties without setters, and sets them like this itself.
         holder: Any = event
         holder._id = (self.events[-1].id if self.events else 0) + 1
@@ -388,7 +389,7 @@ class SessionBranch:
         return recorded
 
     def _observe(self, action: Action) -> HostObservation:
-        """The observation of an action, as when OpenHands' runtime gets it from the event stream."""
+        """Execute an action as OpenHands' runtime does, and return its observation."""
         known = action.runnable or isinstance(action, AgentThinkAction | TaskTrackingAction)
         if isinstance(action, MCPAction) or not known:
             raise BadEnvironmentError(f"{type(action).__name__} cannot be executed in a fork of the workspace")
@@ -400,7 +401,7 @@ class SessionBranch:
 
 
 def connect(llm: LLM, complete: Complete) -> Upstream:
-    """Let ``complete`` answer the requests of ``llm``; returns the model server that litellm would ask."""
+    """Send the requests of ``llm`` to ``complete``. Returns the model server that litellm would call."""
     holder: Any = llm
     # litellm's ``completion`` as OpenHands bound it.
     send = getattr(holder._completion_unwrapped, "send", holder._completion_unwrapped)
@@ -414,14 +415,14 @@ def connect(llm: LLM, complete: Complete) -> Upstream:
 
 
 def describe_tools(llm: LLM) -> None:
-    """Let ``llm`` describe tools in the prompt by our own text, which is shorter than OpenHands'. Once for each LLM."""
+    """Make ``llm`` describe tools in the prompt by our text, which is shorter than OpenHands'. Call once an LLM."""
     holder: Any = llm
     complete = llm.completion
 
     def completed_by_text(*, messages: Any, tools: Sequence[Any], **more: Any) -> ModelResponse:
         prompt = llm.format_messages_for_llm(messages)
         rest: list[Any] = [message for message in prompt if message["role"] != "system"]
-        # Without tools it adds no text to the conversation.
+        # An empty list of tools, so that OpenHands adds no text of its own.
         converted = convert_fncall_messages_to_non_fncall_messages(rest, [], add_in_context_learning_example=False)
         if get_features(llm.config.model).supports_stop_words and not llm.config.disable_stop_word:
             more["stop"] = STOP_WORDS
@@ -433,7 +434,7 @@ def describe_tools(llm: LLM) -> None:
 
 
 def read_described_call(response: ModelResponse, tools: Sequence[Any]) -> None:
-    """Put the call that the answer's text holds in its place. Raises OpenHands' errors of a call that is wrong."""
+    """Convert a call in the completion's text to a tool call, in place. Raises OpenHands' parse errors."""
     choice = response.choices[0] if response.choices else None
     if isinstance(choice, Choices):
         [answer] = convert_non_fncall_messages_to_fncall_messages([choice.message.model_dump()], list(tools))
@@ -441,7 +442,7 @@ def read_described_call(response: ModelResponse, tools: Sequence[Any]) -> None:
 
 
 def record_condenser(condenser: Any, session: Session) -> None:
-    """Record what a condenser asks its model, as nodes of their own kind beside the episode."""
+    """Record a condenser's completions in the tree, as nodes of the kind ``CONDENSATION`` that are no turns."""
     for part in getattr(condenser, "condensers", ()):
         record_condenser(part, session)
     if isinstance(llm := getattr(condenser, "llm", None), LLM):
@@ -451,11 +452,11 @@ def record_condenser(condenser: Any, session: Session) -> None:
 def recorded_step(
     session: Session, own_step: Callable[[State], Action], state: State, *, condenses: bool = False
 ) -> Action:
-    """One step of an agent, or the action that ends its episode at a limit.
+    """Run one step of an agent; at a limit, return the action that ends its episode.
 
-    What it asks has the step's number. An answer that OpenHands cannot parse is kept off the executed path: OpenHands
-    reports the error to the model, without the answer. A full context window ends the episode, if nothing
-    ``condenses`` it; no condenser can make the first prompt shorter.
+    Completions get the step's number as metadata. A completion that OpenHands cannot parse is taken off the executed
+    path, because OpenHands reports only the error to the model. A full context window ends the episode, unless a
+    condenser handles it (``condenses``); no condenser can shorten the first prompt.
     """
     session.note = {"session": state.session_id, "step": state.iteration_flag.current_value}
     turns, action, stop = session.turns, None, None
@@ -463,7 +464,7 @@ def recorded_step(
         action = own_step(state)
     except MALFORMED as error:
         if session.turns > turns:
-            session.unread(describe(error))
+            session.drop_malformed(describe(error))
         raise
     except EpisodeOver as over:
         stop = over.stop
@@ -476,7 +477,7 @@ def recorded_step(
         else:
             openhands_logger.error(litellm_calls.too_long(session.settings))
     if isinstance(action, AgentFinishAction):
-        # Without a call of the model it is OpenHands' own, where the user says /exit.
+        # Without a call of the model it is OpenHands' own action for the user's /exit.
         stop = StopReason.TERMINATED if action.tool_call_metadata else StopReason.NO_ACTION
     if stop is not None:
         session.end_here(stop)
@@ -484,7 +485,7 @@ def recorded_step(
 
 
 def record_agent(agent: Agent, session: Session) -> None:
-    """Record all further steps of ``agent``, whose own sampling and limits hold."""
+    """Record all further steps of ``agent``, with the agent's own sampling and limits."""
     session.samples = False
     session.upstream = connect(agent.llm, session.answer)
     record_condenser(getattr(agent, "condenser", None), session)
@@ -492,9 +493,9 @@ def record_agent(agent: Agent, session: Session) -> None:
 
 
 def controller_end(state: State) -> tuple[StopReason | None, Failure | None]:
-    """Why a controller stopped; ``None``: as the agent noted.
+    """Why a controller stopped, as a stop reason or a failure; neither if the agent itself recorded why.
 
-    Reaching one of OpenHands' own limits is a regular end of an episode; anything else is a failure.
+    OpenHands' own limits end an episode regularly; any other end is a failure.
     """
     last, error = state.agent_state, state.last_error.lower()
     if last in (AgentState.FINISHED, AgentState.REJECTED):
@@ -512,9 +513,9 @@ def controller_end(state: State) -> tuple[StopReason | None, Failure | None]:
 
 
 def _undated(event: Event) -> Event:
-    """The event without the workspace's folder, which tools name, and the date, which differs each day.
+    """The event without the date, which differs each day, and the workspace's folder, which the tools name.
 
-    OpenHands then adds no message where nothing else is set.
+    OpenHands adds no message for such an event if nothing else is set.
     """
     if not isinstance(event, RecallObservation) or event.runtime_hosts or event.additional_agent_instructions:
         return event

@@ -1,12 +1,10 @@
 """``RLAgent`` of OpenHands V1: the SDK's agent, with a strategy for every completion, fully recorded.
 
-Here are the episodes of its conversations (when one begins, its completions, why and how it ends) and the branches of a
-conversation with its workspace, for search. Importing this module registers the agent: the SDK finds an agent's class
-by its name (``kind``).
+This module has the episodes of conversations (begin, completions, end) and, for search, branches of a conversation with
+its workspace. Importing it registers the agent: the SDK finds an agent's class by its name (``kind``).
 
-What the SDK's tools for delegation make during a step of an ``RLAgent`` is an ``RLAgent``, too. Each such sub-agent has
-an episode of its own, whose task names the parent's in ``data["sub_agent"]``. The tools ask ``get_agent_factory`` for a
-kind of agent.
+During a step of an ``RLAgent``, the SDK's tools for delegation create an ``RLAgent`` too (``get_agent_factory``). Each
+such sub-agent has its own episode, whose task names the parent's in ``data["sub_agent"]``.
 """
 
 from __future__ import annotations
@@ -77,11 +75,11 @@ log = logging.getLogger("openhands")
 
 BOUNDARY = "openhands.conversation"
 KEY = "openhands_rl"
-"""In the state's ``agent_state``: where the conversation is recorded, or why it is not."""
+"""Key of the state's ``agent_state``: where the conversation is recorded, or why it is not."""
 WATCH_SECONDS = 1.0
-"""How often an open conversation is looked at."""
+"""Seconds between two checks of an open conversation."""
 ENDED = frozenset({Status.FINISHED, Status.ERROR, Status.STUCK})
-"""From these a conversation goes on only when it is run again."""
+"""States that a conversation leaves only when it is run again."""
 
 _LIMITS = {"MaxIterationsReached": StopReason.MAX_TURNS, "MaxBudgetReached": StopReason.TRUNCATED}
 
@@ -89,14 +87,14 @@ _LIMITS = {"MaxIterationsReached": StopReason.MAX_TURNS, "MaxBudgetReached": Sto
 class RLAgent(Agent):
     """The SDK's agent whose completions a strategy decides and a storage records.
 
-    ``rl`` is the ``[rl]`` section of a config.toml. Under a runner of the project the runner's settings count. A step
-    is the stock agent's, on a copy whose ``llm`` is a ``SessionLLM``; what is serialised is this agent with its plain
+    ``rl`` is the ``[rl]`` section of a config.toml; a runner of the project has its own settings instead. A step runs
+    the stock agent's ``step`` on a copy whose ``llm`` is a ``SessionLLM``. The SDK serialises this agent with its plain
     LLM.
     """
 
     rl: dict[str, Any] = Field(default_factory=dict, description="The [rl] section of openhands_rl_plugin.")
 
-    # That of a runner, whose settings count; the episode in which it was made as a sub-agent, and its registered kind.
+    # A runner's episode; for a sub-agent, the episode in which it was created, and its registered kind.
     _session: Session | None = PrivateAttr(default=None)
     _parent: tuple[ConversationEpisode, str] | None = PrivateAttr(default=None)
 
@@ -111,7 +109,7 @@ class RLAgent(Agent):
 
     @property
     def prompt_dir(self) -> str:
-        """The stock agent's prompts; by default the SDK looks beside the module of a subclass."""
+        """The stock agent's prompts; by default the SDK looks in the folder of a subclass's module."""
         return os.path.join(os.path.dirname(stock.__file__), "prompts")
 
     @property
@@ -137,7 +135,7 @@ class RLAgent(Agent):
     def close(self) -> None:
         """End the episodes of the conversation that is being closed. Blocks."""
         for episode in list(_episodes.values()):
-            # The SDK closes an agent without saying for which of its conversations.
+            # The SDK closes an agent, but does not name the conversation.
             if getattr(episode.conversation(), "_cleanup_initiated", True):
                 episode.end()
                 episode.release()
@@ -145,22 +143,22 @@ class RLAgent(Agent):
 
     @property
     def made_for(self) -> Session | None:
-        """The episode that this agent is made for: that in which it is a sub-agent, or a runner's."""
+        """The episode that this agent was created for: the parent's of a sub-agent, or a runner's."""
         return self._parent[0].session if self._parent is not None else self._session
 
     def settings(self) -> RLSettings:
-        """Those of the episode that it is made for, or else its own."""
+        """The settings of the episode that the agent was created for, or its own."""
         return self.made_for.settings if self.made_for is not None else settings_from_sections({"rl": self.rl})
 
     @contextmanager
     def _recorded(self, conversation: LocalConversation) -> Iterator[Agent]:
-        """The agent for one step."""
+        """Copy the agent for one step, with recorded LLMs."""
         episode = _begin_step(self, conversation)
         if episode is None:
             yield self
             return
         answer = partial(episode.answer, self.llm)
-        llm = SessionLLM.over(self.llm, answer, episode.prompts, episode.unread)
+        llm = SessionLLM.over(self.llm, answer, episode.prompts, episode.drop_malformed)
         try:
             with bound(stepping, episode):
                 yield self.model_copy(update={"llm": llm, "condenser": _recorded(self.condenser, episode)})
@@ -174,7 +172,7 @@ class RLAgent(Agent):
                 raise LLMContextWindowExceedError(too_long(episode.session.settings)) from error
             raise
         except asyncio.CancelledError:
-            # Nothing of its request counts as acted on.
+            # No completion of this step counts as executed.
             episode.cancel()
             raise
         finally:
@@ -195,13 +193,13 @@ def _recorded(condenser: CondenserBase | None, episode: ConversationEpisode) -> 
 
 
 def conversation_end(state: ConversationState) -> tuple[StopReason, str]:
-    """Why a conversation ended, and OpenHands' error, if any. Reaching a limit of the SDK is a regular end."""
+    """Why a conversation ended, and OpenHands' error, if any. A limit of the SDK is a regular end."""
     status, events = state.execution_status, state.events
     if status == Status.FINISHED:
-        # As with OpenHands V0, words that await an answer are no end of the task's own.
+        # As with OpenHands V0, a message that awaits a reply does not finish the task.
         return (StopReason.NO_ACTION if isinstance(_last_words(events), MessageEvent) else StopReason.TERMINATED), ""
     if status == Status.STUCK:
-        # The SDK says it with a status only; these are V0's words.
+        # The SDK reports only a status; this is V0's message.
         return StopReason.TRUNCATED, "Agent got stuck in a loop"
     if status != Status.ERROR:
         return StopReason.ERROR, ""
@@ -211,7 +209,7 @@ def conversation_end(state: ConversationState) -> tuple[StopReason, str]:
 
 
 def said_finish(events: Sequence[Event]) -> bool:
-    """Whether the agent's last words were a call of the ``finish`` tool."""
+    """Whether the agent's last message is a call of the ``finish`` tool."""
     return getattr(_last_words(events), "tool_name", None) == FinishTool.name
 
 
@@ -225,10 +223,10 @@ def _from_user(event: Event) -> bool:
 
 
 class ConversationEpisode:
-    """One episode of a conversation of ``agent``: the bound one, one of its own, or that of a sub-agent.
+    """One episode of a conversation of ``agent``: a runner's, one without a runner, or a sub-agent's.
 
-    A sub-agent's ends with its parent's at the latest. ``standalone`` stores it where no runner does. Raises
-    ``ConfigError`` for an LLM that cannot be recorded, and a folder that cannot be evidence.
+    A sub-agent's episode ends with its parent's at the latest. ``standalone`` stores an episode without a runner.
+    Raises ``ConfigError`` for an LLM that cannot be recorded, and for a folder whose changes cannot be recorded.
     """
 
     def __init__(self, agent: RLAgent, conversation: LocalConversation) -> None:
@@ -239,7 +237,7 @@ class ConversationEpisode:
         self.finished: tuple[int | None, StopReason | None] = (None, None)
         self.delegated: weakref.WeakSet[ConversationEpisode] = weakref.WeakSet()
         self.sub_agent, self._llm = partial(type(agent), rl=agent.rl), agent.llm
-        # Empty when nothing else refers to it any more.
+        # Weak: it is empty once nothing else refers to the conversation.
         self.conversation, self._ending = weakref.ref(conversation), threading.RLock()
         session, self.standalone, own = self._begin(agent, conversation)
         self.session = session
@@ -257,7 +255,7 @@ class ConversationEpisode:
         if isinstance(runtime, ConversationWorkspace) and not runtime.closed:
             runtime.sandboxed.begin()
         else:
-            # The folder is the evidence where the tools have no workspace of their own.
+            # Without a workspace of the tools, the changes of this folder are the evidence.
             settings = session.settings.workspace.model_copy(update={"isolation": "none"})
             self._unisolated = SandboxedWorkspace(folder, settings, protected=protected_by(session.settings.reward))
             register_runtime(self.id, self._unisolated)
@@ -303,15 +301,15 @@ class ConversationEpisode:
 
     @property
     def _forkable(self) -> ConversationWorkspace | None:
-        """The sandbox that its tools work in, if it can be forked."""
+        """The sandbox of the tools; ``None`` if it cannot be forked."""
         runtime = runtime_of(self.id)
         return runtime if isinstance(runtime, ConversationWorkspace) and runtime.sandboxed.forks else None
 
     def answer(self, llm: LLM, body: JsonObject) -> Json:
-        """The strategy's answer to a request of ``llm``, stored before it is returned. Blocks.
+        """Let the strategy choose a completion for a request of ``llm``, and store it. Blocks.
 
-        Raises ``EpisodeOver``, and ``CaughtFailure`` for an error of the model server. When the plugin itself fails,
-        raises ``Unrecorded`` without a runner, else that error.
+        Raises ``EpisodeOver``, and ``CaughtFailure`` for an error of the model server. If the plugin itself fails, it
+        raises that error under a runner, else ``Unrecorded``.
         """
         session = self.session
         if self.over:
@@ -323,7 +321,7 @@ class ConversationEpisode:
         return self._with_ids(body, self._asked(lambda: session.answer(sent)))
 
     def summarize(self, llm: LLM, body: JsonObject) -> Json:
-        """A completion for a condenser: a node of its own kind. Raises as ``answer``."""
+        """Sample a completion for a condenser; its node has the kind ``CONDENSATION``. Raises as ``answer``."""
         return self._asked(lambda: background().wait_for(self.session.aside(body, CONDENSATION, model_server(llm))))
 
     def _asked(self, ask: Callable[[], Json]) -> Json:
@@ -339,19 +337,21 @@ class ConversationEpisode:
             raise Unrecorded from error
 
     def cancel(self) -> None:
-        """End a decision that is under way, a sub-agent's too. Blocks until its forks are closed."""
+        """Cancel the running decision, a sub-agent's too. Blocks until its forks are closed."""
         for each in list(self.delegated):
             each.cancel()
         self.session.cancel()
 
-    def unread(self, why: str) -> None:
-        """The SDK could not read the last answer, and goes on without it."""
+    def drop_malformed(self, why: str) -> None:
+        """Take the last completion off the executed path, because the SDK could not parse it."""
         if not self.failed:
-            self.session.unread(why)
+            self.session.drop_malformed(why)
 
     def _fail(self, error: RLError) -> None:
-        """The plugin itself failed. Under a runner the episode fails, and the error is raised; else the user's
-        conversation goes on, without the plugin."""
+        """Handle an error of the plugin itself. Under a runner the episode fails and the error is raised.
+
+        Without a runner, the user's conversation continues without the plugin.
+        """
         if isinstance(error, ConfigError):
             self.session.refuse(error)
         elif isinstance(error, CaughtFailure):
@@ -364,21 +364,21 @@ class ConversationEpisode:
         self.end(StopReason.ERROR)
 
     def end_step(self, state: ConversationState) -> None:
-        """The step has ended; the conversation may have, too."""
+        """Note that the step has ended; end the episode if the conversation has ended."""
         if state.execution_status == Status.FINISHED and (self.standalone or said_finish(state.events)):
             self.finished = len(state.events), conversation_end(state)[0]
         self.idle_since = time.monotonic()
 
     def answered(self) -> bool:
-        """Whether the user wrote something after the agent had finished: the next task, not a hook's objection."""
+        """Whether the user wrote a new task after the agent had finished; a hook's objection is none."""
         at, conversation = self.finished[0], self.conversation()
         return conversation is None or (at is not None and any(map(_from_user, conversation.state.events[at:])))
 
     def end(self, stop: StopReason | None = None, *, exiting: bool = False) -> None:
-        """End the episode: ``stop``, or why the conversation ended. Idempotent; errors are logged.
+        """End the episode for the reason ``stop``, by default the conversation's. Idempotent; errors are logged.
 
-        One without a runner is stored with its evidence and closed. When the process is ``exiting``, ``StandaloneRun``
-        stores it afterwards, with what changed where nothing isolates the workspace.
+        An episode without a runner is stored with its evidence and closed. If the process is ``exiting``,
+        ``StandaloneRun`` stores it afterwards, with the changes of a workspace that is not isolated.
         """
         with self._ending:  # a second caller waits, too, until the episode is stored
             if self.over:
@@ -396,12 +396,12 @@ class ConversationEpisode:
                             self.standalone.end()
                         self.release()
             except RLError as error:
-                # The cause was logged already.
+                # The cause is already logged.
                 level = logging.DEBUG if self.failed else logging.WARNING
                 log.log(level, "openhands_rl_plugin: the episode of %s was not closed: %s", self.id, error)
 
     async def watch(self) -> None:
-        """End the episode where nobody closes its conversation: when that is gone, or rests at its end."""
+        """End the episode of a conversation that is never closed: once it is deleted, or idle after its end."""
         while not self.over:
             await asyncio.sleep(WATCH_SECONDS)
             conversation, since = self.conversation(), self.idle_since
@@ -411,7 +411,7 @@ class ConversationEpisode:
             conversation = None
 
     def release(self) -> None:
-        """Remove what was kept of the workspace's start."""
+        """Remove the record of the workspace's initial files."""
         if self._unisolated is not None:
             self._unisolated.close()
 
@@ -423,7 +423,7 @@ class ConversationEpisode:
         elif stop is None:
             stop, why = self.finished[1] or StopReason.ERROR, "its conversation was dropped before the agent finished"
         if stop is not StopReason.ERROR:
-            # An error that the conversation went on after is none of the episode.
+            # If the conversation continued after an error, the episode has not failed.
             self.session.failure = None
         elif why and self.session.failure is None:
             kind = FailureKind.INFRASTRUCTURE
@@ -431,7 +431,7 @@ class ConversationEpisode:
         self.session.end_here(stop)
 
     def _with_ids(self, body: JsonObject, document: Json) -> Json:
-        """The answer with token ids where the SDK asks for them: it has an event of its own for them."""
+        """The response, with token ids if the SDK requests them for its own event."""
         tree = self.session.tree
         if not body.get(TOKEN_IDS) or tree.head is None or (tokens := tree.nodes[tree.head].tokens) is None:
             return document
@@ -448,9 +448,9 @@ class ConversationEpisode:
 
 
 def _sub_agents_session(by: Session, kind: str, id: str, instruction: str, model: str | None) -> Session:
-    """The session of a sub-agent, stored where that of ``by`` is. ``model``: the served name where it is another one.
+    """Make the session of a sub-agent, stored with the session ``by``. ``model``: its served name if it differs.
 
-    Its run and its group are its own, because it is no sample of the parent's task. Its split is the parent's.
+    It gets its own run and group, because it is no sample of the parent's task. It has the parent's split.
     """
     asked, spec = by.request, by.strategy_spec
     data = {SUB_AGENT: {"parent": trajectory_id(asked), "kind": kind}}
@@ -468,9 +468,9 @@ def _sub_agents_session(by: Session, kind: str, id: str, instruction: str, model
 
 
 _EPISODE = "_rl_episode"
-"""A conversation's attribute: its newest episode; ``None`` where it goes on without the plugin, which failed."""
+"""Attribute of a conversation: its newest episode, or ``None`` if the plugin failed in it."""
 _episodes: weakref.WeakValueDictionary[str, ConversationEpisode] = weakref.WeakValueDictionary()
-"""The newest of each id of a conversation, which holds it."""
+"""Conversation id -> its newest episode, held by the conversation."""
 
 
 def episode_of(conversation: LocalConversation | None) -> ConversationEpisode | None:
@@ -479,10 +479,10 @@ def episode_of(conversation: LocalConversation | None) -> ConversationEpisode | 
 
 
 def _begin_step(agent: RLAgent, conversation: LocalConversation) -> ConversationEpisode | None:
-    """The episode of the agent's next step; ``None`` when the step is to be the stock agent's.
+    """The episode of the agent's next step; ``None`` if the stock agent should run the step.
 
-    When the user says something after an end, or the watch saw the end, a new episode begins. A reply is an end as
-    well, but in an episode of a runner, which answers by itself.
+    A new episode begins if the user sends a message after an end, or if the watch has ended the last one. A reply to
+    the user is an end too, except under a runner, which replies by itself.
     """
     if getattr(conversation, _EPISODE, agent) is None:
         return None
@@ -507,7 +507,7 @@ def _begin_step(agent: RLAgent, conversation: LocalConversation) -> Conversation
 
 
 def _go_on_without(conversation: LocalConversation, error: RLError) -> None:
-    """Let the conversation go on without the plugin, which failed, and note why."""
+    """Continue the conversation without the plugin, which failed, and record why."""
     log.warning("openhands_rl_plugin: %s; the conversation goes on without it", str(error).splitlines()[0])
     _note(conversation, f"not recorded: {one_line(str(error), 300)}")
     setattr(conversation, _EPISODE, None)
@@ -519,11 +519,11 @@ def _note(conversation: LocalConversation, text: str) -> None:
 
 
 stepping: ContextVar[ConversationEpisode | None] = ContextVar("rl_conversation", default=None)
-"""The episode whose step is under way: sub-agents that are made now are its own, and critics judge it."""
+"""The episode whose step is running: new sub-agents belong to it, and critics judge it."""
 
 
 def _factory_of(name: str | None = None) -> Any:
-    """As ``get_agent_factory``; during a step, of agents that are recorded, where they can be."""
+    """As ``get_agent_factory``; during a step, its agents are recorded if they can be."""
     found, by = get_agent_factory(name), stepping.get()
 
     def make(llm: LLM) -> AgentBase:
@@ -551,19 +551,19 @@ for _name in ("openhands.tools.delegate.impl", "openhands.tools.task.manager"): 
 
 _ON_THE_COPY = frozenset({TERMINAL, EDITOR})
 _EXECUTED = _ON_THE_COPY | {FinishTool.name, ThinkTool.name}
-# What a branch does without: it would act outside of it, or cost calls of a model.
+# A branch has none of these: they act outside of it, or call a model.
 _LEFT_OUT: dict[str, object] = {"condenser": None, "critic": None, "agent_context": None, "mcp_config": {}}
 
 
 @dataclass
 class ConversationBranch:
-    """A ``Branch`` of a conversation of ``agent``; the live one where ``tools`` are the live one's.
+    """A ``Branch`` of a conversation of ``agent``; the live conversation itself if ``tools`` are the live ones.
 
-    A branch is a conversation of its own, kept in memory, over copies of the events and of the workspace. The SDK
-    itself executes an answer there and writes the next prompt, so both are what the live conversation would have. In a
-    branch there are no condenser, critic, hooks or confirmations, and of the tools only those that work on the copy.
+    A branch is a separate conversation in memory, over copies of the events and of the workspace. The SDK itself
+    executes a completion there and writes the next prompt, so both equal those of the live conversation. A branch has
+    no condenser, critic, hooks or confirmations, and only tools that work on the copy.
 
-    ``log``: as of ``log_of``; of one with a ``conversation`` it is read when it is forked. ``prompts``: the live
+    ``log``: from ``log_of``; with a ``conversation``, it is read when the branch is forked. ``prompts``: the live
     conversation's.
     """
 
@@ -588,7 +588,7 @@ class ConversationBranch:
         """As ``Branch.run``. Raises ``BadEnvironmentError`` for a tool that a fork cannot execute."""
         live, id = self.agent, uuid.uuid4()
         register_runtime(str(id), self.tools)
-        # In metrics of its own: the session counts the tokens.
+        # Its own metrics, because the session counts the tokens.
         plain = live.llm.model_copy()
         plain.reset_metrics()
         llm, outside = SessionLLM.over(plain, complete, self.prompts.forked()), set(live.tools_map) - _EXECUTED
@@ -611,7 +611,7 @@ class ConversationBranch:
             stuck_detection=False,
             callbacks=[refuse],
         )
-        # Newer releases of the SDK would keep it until the program's end.
+        # Newer releases of the SDK keep it until the program ends.
         atexit.unregister(conversation.close)
         state: Any = conversation.state
         events, leaf = self.log
@@ -629,6 +629,6 @@ class ConversationBranch:
 
 
 def log_of(state: Any) -> tuple[list[Any], Any]:
-    """The events of a conversation's state, and from 1.31 on, where they are a tree, the one at which it stands."""
+    """The events of a conversation's state. From 1.31 on they are a tree; then also its current event."""
     events = state.active_branch() if hasattr(state, "active_branch") else state.events
     return [*events], getattr(state, "leaf_event_id", None)

@@ -1,7 +1,7 @@
-"""The LLM that an agent's step is given: a session answers its requests, in the place of litellm.
+"""The LLM of an agent's step: a session answers its requests instead of litellm.
 
-Prompts, retries, errors, text calls, costs and logs are the SDK's. It formats and copies the whole conversation for
-each completion, and writes every tool; here that is done once.
+Prompts, retries, errors, text calls, costs and logs are the SDK's. The SDK formats the whole conversation and all tools
+for each completion; this LLM formats each message and tool once.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from openhands_rl_plugin.session.session import Complete, Upstream
 
 
 class Prompts:
-    """Writes the prompts of one conversation, and its tools, once. ``compact``: fewer tools, with short texts."""
+    """Formats each message and tool of one conversation once. ``compact``: fewer tools, with short texts."""
 
     def __init__(self, *, compact: bool) -> None:
         self.compact = compact
@@ -39,16 +39,16 @@ class Prompts:
         self._risk = self._fixed = False
 
     def write(self, llm: LLM, messages: Sequence[SdkMessage]) -> list[JsonObject]:
-        """What ``llm.format_messages_for_llm`` returns. Not to be changed: the next prompt shares it.
+        """The result of ``llm.format_messages_for_llm``. Do not change it: the next prompt shares it.
 
-        Of a conversation that goes on from the last prompt, only what is new is written.
+        If the conversation extends the last prompt, only its new messages are formatted.
         """
         before, parts = self._messages, (part for message in messages for part in message.content)
         # Which messages are marked, and how large an image may be, depends on the others.
         alone = not llm.is_caching_prompt_active() and not any(isinstance(part, ImageContent) for part in parts)
         goes_on = alone and llm.__dict__ == self._settings and tuple(messages[: len(before)]) == before
         known = len(before) if goes_on else 0
-        # Copies: the SDK may mark messages for the prompt cache while it writes them.
+        # Copies, because the SDK may mark messages for the prompt cache while it formats them.
         new = llm.format_messages_for_llm([each.model_copy() for each in messages[known:]])
         # Without ``self``, an LLM that is changed later would be compared with itself.
         self._settings, self._messages = dict(llm.__dict__), tuple(messages)
@@ -56,7 +56,7 @@ class Prompts:
         return self._written
 
     def offer(self, tools: Sequence[ToolDefinition], risk: bool) -> tuple[list[Any], bool]:
-        """The tools as they are sent, and whether they have the argument ``security_risk``. Not to be changed."""
+        """The tools in wire format, and whether they have the argument ``security_risk``. Do not change them."""
         if not self._fixed and (risk, *map(id, tools)) != (self._risk, *map(id, self._tools)):
             self._tools, self._risk = tuple(tools), risk
             written = [tool.to_openai_tool(add_security_risk_prediction=risk) for tool in tools]
@@ -64,34 +64,34 @@ class Prompts:
         return self._offered, self._risk
 
     def forked(self) -> Prompts:
-        """For a copy of the conversation: with the tools of this one, whatever the copy has."""
+        """Prompts for a copy of the conversation, with the tools of this one."""
         twin = copy.copy(self)
         twin._fixed = bool(self._tools)
         return twin
 
 
 class _Written(list[Any]):
-    """Messages of a prompt, which nobody changes: the SDK copies them for its logs."""
+    """Messages of a prompt that are never changed, so that the SDK's copies for its logs cost nothing."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self
 
 
 class _Offered(dict[str, Any]):
-    """A tool as it is sent, where the SDK expects its definition."""
+    """A tool in wire format, in place of the definition that the SDK expects."""
 
     def to_openai_tool(self, **_: Any) -> JsonObject:
         return {**self}
 
 
 MALFORMED = malformed(exceptions)
-"""What the SDK raises for an answer of the model that it cannot parse."""
+"""The exceptions that the SDK raises for a completion that it cannot parse."""
 _RISK = "add_security_risk_prediction"
 _COST = {"llm_provider-x-litellm-response-cost": 0.0}
 
 
 class Unrecorded(Exception):
-    """The plugin itself failed: the model is asked as without it."""
+    """Raised if the plugin itself failed; the SDK then calls the model without it."""
 
 
 class _Metrics:
@@ -117,40 +117,42 @@ class SessionLLM(LLM):
     _plain: LLM = PrivateAttr()
     _complete: Complete = PrivateAttr()
     _prompts: Prompts = PrivateAttr()
-    _unread: Callable[[str], None] | None = PrivateAttr(default=None)
+    _on_malformed: Callable[[str], None] | None = PrivateAttr(default=None)
 
     @classmethod
     def over(
-        cls, plain: LLM, complete: Complete, prompts: Prompts, unread: Callable[[str], None] | None = None
+        cls, plain: LLM, complete: Complete, prompts: Prompts, on_malformed: Callable[[str], None] | None = None
     ) -> Self:
-        """``complete`` may raise ``Unrecorded``. ``prompts`` writes those of one conversation. ``unread`` gets the
-        reason why an answer cannot be read."""
+        """Make the LLM. ``complete`` may raise ``Unrecorded``; ``prompts`` formats those of one conversation.
+
+        ``on_malformed`` gets the error of a completion that cannot be parsed.
+        """
         # A search may take longer than a completion.
         changed: dict[str, Any] = {"timeout": None, "fallback_strategy": None}
         made = cls.model_construct(_fields_set=set(plain.model_fields_set), **{**plain.__dict__, **changed})
-        # It keeps the request under way: in a copy, side by side. The plain one is made when it is asked for.
+        # A copy keeps its own running request. The plain LLM's is made on first use.
         telemetry = plain.telemetry.model_copy(update={"metrics": _Metrics(plain.metrics)})
-        own = {"_plain": plain, "_complete": complete, "_prompts": prompts, "_unread": unread}
+        own = {"_plain": plain, "_complete": complete, "_prompts": prompts, "_on_malformed": on_malformed}
         shared = {**(made.__pydantic_private__ or {}), **(plain.__pydantic_private__ or {}), "_telemetry": telemetry}
         object.__setattr__(made, "__pydantic_private__", {**shared, **own})
         return made
 
     def uses_responses_api(self) -> bool:
-        """Never: token ids come with chat completions only."""
+        """Always false, because only chat completions return token ids."""
         return False
 
     def resolve_runtime_metadata(self, **_: Any) -> None:
-        """Nothing: this LLM lasts for one step, and the router's limits would be looked up for each."""
+        """Do nothing: this LLM lasts for one step, and each one would look up the router's limits."""
 
     async def aresolve_runtime_metadata(self, **_: Any) -> None:
-        """Nothing, either."""
+        """Do nothing, for the same reason."""
 
     def format_messages_for_llm(self, messages: list[SdkMessage]) -> list[dict[str, Any]]:
-        """As of the plain LLM. Not to be changed."""
+        """As of the plain LLM. Do not change the result."""
         return self._prompts.write(self._plain, messages)
 
     async def aformat_messages_for_llm(self, messages: list[SdkMessage]) -> list[dict[str, Any]]:
-        """In a thread."""
+        """As ``format_messages_for_llm``, in a thread."""
         return await asyncio.to_thread(self.format_messages_for_llm, messages)
 
     def pre_request_prompt_mock(  # type: ignore[override]
@@ -159,7 +161,7 @@ class SessionLLM(LLM):
         """The prompt for calls in the text; a compact one without the SDK's own text of 1,500 tokens."""
         if not self._prompts.compact:
             return super().pre_request_prompt_mock([*messages], tools, kwargs, **risk)
-        # The SDK adds its text where there are tools and a system message.
+        # The SDK adds its text if there are tools and a system message.
         rest = [message for message in messages if message["role"] != "system"]
         written, given = super().pre_request_prompt_mock(rest, [], kwargs, **risk)
         return described(messages, written, tools), given
@@ -169,14 +171,14 @@ class SessionLLM(LLM):
         try:
             return super().post_response_prompt_mock(*given, **named)
         except MALFORMED as error:
-            if self._unread is not None:
-                self._unread(describe(error))
+            if self._on_malformed is not None:
+                self._on_malformed(describe(error))
             raise
 
     def completion(  # type: ignore[override]
         self, messages: list[SdkMessage], tools: Sequence[ToolDefinition] | None = None, **named: Any
     ) -> LLMResponse:
-        """As of the plain LLM. A stream is one chunk, when the answer is there: litellm's would bring no prompt ids."""
+        """As of the plain LLM. A stream is one chunk with the whole response: litellm's streams have no prompt ids."""
         return super().completion(messages, **self._offering(tools, named))
 
     async def acompletion(  # type: ignore[override]
@@ -191,7 +193,7 @@ class SessionLLM(LLM):
         try:
             response = answered(self._complete, {"model": self.model, "seed": self.seed, **asked, "messages": messages})
         except Unrecorded:
-            # Copies: litellm may write in it.
+            # Copies, because litellm may change them.
             own, vendors = copy.deepcopy([*messages]), self._plain
             return vendors._transport_call(messages=own, enable_streaming=enable_streaming, on_token=on_token, **asked)
         if enable_streaming and on_token is not None and response.choices:
@@ -214,7 +216,7 @@ class SessionLLM(LLM):
 
 
 def _has_price(llm: LLM) -> bool:
-    """Whether an answer's cost is known. Else the SDK asks litellm for it, and warns each time that there is none."""
+    """Whether a completion's cost is known. If not, the SDK would ask litellm each time, and warn."""
     names = (llm.model, llm.model.partition("/")[2])
     return llm.input_cost_per_token is not None or any(name in model_cost for name in names)
 
@@ -230,7 +232,7 @@ def model_server(llm: LLM) -> Upstream:
     given |= {"api_key": key_of(llm), "extra_body": llm.litellm_extra_body}
 
     def send(*, model: str, seed: int | None = None, **asked: Any) -> ModelResponse:
-        # A copy: litellm may write in it.
+        # A copy, because litellm may change it.
         return llm.model_copy(update={"model": model, "seed": seed})._transport_call(**copy.deepcopy(asked))
 
     return upstream_of(given, send)

@@ -392,7 +392,7 @@ def _from_calls(instance: str, files: Sequence[Path]) -> Imported:
         model = named or model
         if prompt[0] != main:
             summary = Completion(message=plain_message(answer), policy=policy_of(model))
-            tree.aside([*map(plain_message, prompt)], summary, CONDENSATION)
+            tree.add_side_completion([*map(plain_message, prompt)], summary, CONDENSATION)
             continue
         tree.tools = tree.tools or tools
         follow(tree, prompt)
