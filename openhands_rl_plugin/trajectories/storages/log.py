@@ -1,8 +1,8 @@
-"""What every store does, above the few operations of a log: episodes that grow, judgements, labels, lists, changes.
+"""The part that all storages share: growing episodes, scores, labels, lists and revisions, over a ``Log``.
 
-A log has headers, of which a filter finds some, the packed content of each episode, and records beside it. Nothing is
-written before its secrets are taken out. A writer says which state of an episode it changes; where another process was
-faster, nothing is changed and the writer looks again.
+A log holds three things: a header of each episode, which filters search; its packed content; and records (scores and
+labels). Secrets are redacted before anything is written. Writes are optimistic: a writer names the state that it
+changes. If another process has changed it first, nothing is written, and the writer reads again and retries.
 """
 
 from __future__ import annotations
@@ -65,13 +65,13 @@ Found = tuple[Trajectory, tuple[Score, ...]]
 Kind = Literal["scores", "labels"]
 _RECORDS: dict[Kind, type[Any]] = {"scores": Score, "labels": Label}
 
-# Trajectories, or summaries, that a reader holds in one batch.
+# How many trajectories, or summaries, a reader holds in one batch.
 _BATCH, _SUMMARIES = 8, 256
-# So many open episodes are remembered, which spares reading their nodes again whenever they grow.
+# How many open episodes are cached, so that their nodes are not read again at each growth.
 _REMEMBERED = 256
 WATCHED = 1000
-"""Of so many open episodes, the newest, a store's state has the revisions."""
-# Writers of one episode make way for each other; so many conflicts in a row have another cause.
+"""A store's state has the revisions of this many open episodes, the newest."""
+# Writers of one episode retry; this many conflicts in a row have another cause.
 _ATTEMPTS = 20
 
 
@@ -80,12 +80,12 @@ COLUMNS = (
     *("policy_version", "stop", "failure_kind", "nodes", "turns", "episode_return", "started", "finished"),
     *Usage.model_fields,
 )
-"""Of a summary as one flat row; the times are Unix times in seconds."""
+"""The columns of a summary as one flat row; times are Unix times in seconds."""
 _of_columns = itemgetter(*COLUMNS)
 
 
 def row_of(header: TrajectorySummary) -> dict[str, Any]:
-    """Column -> value."""
+    """Convert a summary to a row: column -> value."""
     row = {**vars(header), **vars(header.policy), **vars(header.usage), **vars(header.times)}
     failure = row["failure"] and str(row["failure"])
     row |= {"policy_version": row["version"], "failure_kind": failure, "stop": str(row["stop"])}
@@ -93,7 +93,7 @@ def row_of(header: TrajectorySummary) -> dict[str, Any]:
 
 
 def header_of(values: Iterable[Any], reward: float | None = None) -> TrajectorySummary:
-    """The inverse, of the values alone and unchecked; ``reward`` is the newest judgement of the outcome."""
+    """The inverse of ``row_of``, from unchecked values; ``reward`` is the newest judgement of the outcome."""
     row: dict[str, Any] = dict(zip(COLUMNS, values, strict=True))
     row |= {"version": row["policy_version"], "failure": row["failure_kind"], "reward": reward}
     kinds = {"policy": PolicyRef, "usage": Usage, "times": Times, "": TrajectorySummary}
@@ -103,9 +103,9 @@ def header_of(values: Iterable[Any], reward: float | None = None) -> TrajectoryS
 
 
 def begun(start: EpisodeStart) -> TrajectorySummary:
-    """The header of an episode without nodes.
+    """The header of a new episode without nodes.
 
-    Raises ``StorageError`` when its id has a NUL, with which SQLite's JSON ends a text.
+    Raises ``StorageError`` for an id with a NUL, because SQLite's JSON ends a text there.
     """
     if "\0" in start.id:
         raise StorageError(f"episode {start.id!r} cannot be stored: its id has a NUL character; leave that out")
@@ -118,9 +118,9 @@ def begun(start: EpisodeStart) -> TrajectorySummary:
 def grown(
     before: TrajectorySummary, nodes: Sequence[Node], head: int | None, at: float, evidence: JsonObject | None = None
 ) -> TrajectorySummary:
-    """That of the episode with these nodes, which last grew at the time ``at``.
+    """The header of the episode with these nodes, which last grew at the Unix time ``at``.
 
-    Raises ``StorageError`` when its head is not there.
+    Raises ``StorageError`` if the head is not among the nodes.
     """
     if head is not None and not 0 <= head < len(nodes):
         raise StorageError(f"node {head} cannot be the head: there are {len(nodes)} nodes")
@@ -138,17 +138,17 @@ def counted(
     at: float,
     evidence: JsonObject | None = None,
 ) -> TrajectorySummary:
-    """That of an episode with so many nodes and turns, and with these rewards, from the root on."""
-    # Summed in one go, as ``Trajectory.episode_return`` does, to get the same last bit.
+    """The header with these counts of nodes and turns, and with these rewards, from the root on."""
+    # The same summation as ``Trajectory.episode_return``, so that the last bit is equal.
     total = float(sum(rewards)) if rewards else None
-    # 0.0 only says that steps were executed, where the environment gives no rewards.
+    # If the environment emits no rewards, 0.0 only marks that a step was executed.
     known = total if total or rewards_steps(header.environment, evidence or {}) else None
     times = Times(started=header.times.started, finished=at)
     return _with(header, {"nodes": nodes, "turns": turns, "episode_return": known, "times": times})
 
 
 def ended(header: TrajectorySummary, nodes: Sequence[Node], end: EpisodeEnd) -> TrajectorySummary:
-    """That of the finished episode. Raises ``StorageError`` when it did not end."""
+    """The header of the finished episode. Raises ``StorageError`` if its stop reason is ``UNFINISHED``."""
     if end.stop is StopReason.UNFINISHED:
         raise StorageError(f"episode {end.trajectory_id!r} is unfinished; store it with begin() and grow()")
     failed = {} if end.failure is None else {"failure": end.failure.kind, "episode_return": None}
@@ -157,7 +157,7 @@ def ended(header: TrajectorySummary, nodes: Sequence[Node], end: EpisodeEnd) -> 
 
 
 def conditions_of(where: TrajectoryFilter) -> Iterator[tuple[str, str, Any]]:
-    """What a filter compares: columns, signs and values; ``ids``, ``finished``, ``failed`` and ``contains`` aside."""
+    """The comparisons of a filter: column, operator, value; except ``ids``, ``finished``, ``failed``, ``contains``."""
     for name in COLUMNS:
         if name not in ("id", "finished") and (value := getattr(where, name, None)) is not None:
             yield name, "=", str(value) if isinstance(value, str) else value
@@ -167,9 +167,9 @@ def conditions_of(where: TrajectoryFilter) -> Iterator[tuple[str, str, Any]]:
 
 
 def joined(nodes: Sequence[Node], more: Sequence[Node] = (), marks: Iterable[NodeMark] = ()) -> list[Node]:
-    """``nodes``, ``more`` of them, and what became known later; of two marks of one node the later one holds.
+    """``nodes`` and ``more``, updated by marks; of two marks of one node the later one counts.
 
-    Raises ``StorageError`` for a node that does not lie below an earlier one, and for a mark of one that is not there.
+    Raises ``StorageError`` for a node whose parent is not an earlier node, and for a mark of an unknown node.
     """
     both = [*nodes, *more]
     for at, node in enumerate(more, len(nodes)):
@@ -183,7 +183,7 @@ def joined(nodes: Sequence[Node], more: Sequence[Node] = (), marks: Iterable[Nod
 
 
 def _made[Value: Frozen](kind: type[Value], known: set[str], values: dict[str, Any]) -> Value:
-    """Of values that are checked. Pydantic's own ways look at each field, which takes several times as long."""
+    """Make a model from valid values. Pydantic's constructors visit each field and take several times as long."""
     made, put = kind.__new__(kind), object.__setattr__
     put(made, "__dict__", values)
     put(made, "__pydantic_fields_set__", known)
@@ -197,8 +197,10 @@ def _with[Value: Frozen](value: Value, changes: Mapping[str, Any]) -> Value:
 
 
 class Content(NamedTuple):
-    """What is stored of an episode, or added to it: packed documents and nodes, and the newest head. ``marks`` are read
-    once, and raise ``ValueError`` where they are damaged."""
+    """Stored content of an episode, or an addition to it: packed documents and nodes, and the newest head.
+
+    ``marks`` can be read once; they raise ``ValueError`` if they are damaged.
+    """
 
     start: bytes | None = None
     packs: Sequence[bytes] = ()
@@ -208,7 +210,7 @@ class Content(NamedTuple):
 
 
 class Episode(NamedTuple):
-    """The state of a stored episode. ``number`` counts the episodes, ``revision`` its changes; ``place`` is the log's.
+    """The state of a stored episode. ``number`` counts episodes, ``revision`` its changes; ``place`` is up to the log.
 
     ``damage``: why the content cannot be read.
     """
@@ -224,48 +226,48 @@ class Episode(NamedTuple):
 Values = Sequence[Score] | Sequence[Label]
 
 Record = tuple[int, str, bytes]
-"""A score or a label as it is stored: its number, the id of its episode, the packed document."""
+"""A stored score or label: its number, its episode's id, the packed document."""
 
 Judged = tuple[Episode, Sequence[int], Score | None]
-"""An episode with the header that is right, the numbers of its scores, and the newest that judges the outcome."""
+"""An episode with a corrected header, the numbers of its scores, and the newest judgement of the outcome."""
 
 
 class OvertakenError(StorageError):
-    """Another writer of the episode was faster. Its call is made again."""
+    """Raised if another writer changed the episode first; the call is retried."""
 
 
 class Log(Protocol):
-    """What a store implements. A change is atomic to readers."""
+    """The operations that a store implements. Readers see each change completely or not at all."""
 
     async def ids(self, where: TrajectoryFilter) -> Sequence[str]:
         """The ids of the matches, in the requested order."""
         ...
 
     async def count(self, where: TrajectoryFilter) -> int:
-        """How many match, ``offset`` and ``limit`` aside."""
+        """How many match, regardless of ``offset`` and ``limit``."""
         ...
 
     async def headers(self, ids: Sequence[str]) -> list[Episode]:
-        """The episodes of ``ids`` that are there, without content, in any order."""
+        """The existing episodes of ``ids``, without content, in any order."""
         ...
 
     async def episodes(self, ids: Sequence[str], *, unseen: bool = False) -> list[Episode]:
-        """The same with content. ``unseen``: of an open one also what no reader sees yet, for a writer to go on."""
+        """As ``headers``, with content. ``unseen``: include content that readers do not see yet, for a writer."""
         ...
 
     async def write(self, before: Episode | None, header: TrajectorySummary, content: Content) -> Episode:
-        """Make an open episode (or none) this one: all of it when ``content`` has a start, else add to it.
+        """Write an episode: replace it if ``content`` has a start, else append ``content`` to it.
 
-        Returns its new state. Raises ``OvertakenError`` when it is not as ``before`` any more, and changes nothing.
+        Returns its new state. Raises ``OvertakenError``, and changes nothing, if its state is no longer ``before``.
         """
         ...
 
     async def drop(self, episode: Episode) -> bool:
-        """Forget an open episode with its scores and labels, unless it has changed."""
+        """Delete an open episode with its scores and labels, unless it has changed."""
         ...
 
     async def add(self, values: Values, packed: Sequence[bytes]) -> None:
-        """Append scores or labels; a label whose id is known stays as it is."""
+        """Append scores or labels. A label with a known id is ignored."""
         ...
 
     async def records(self, kind: Kind, ids: Sequence[str]) -> list[Record]:
@@ -273,22 +275,25 @@ class Log(Protocol):
         ...
 
     async def judge(self, judged: Sequence[Judged]) -> None:
-        """Note the newest judgements beside the headers, and by which reward the episodes are found."""
+        """Store the newest judgements in the headers, so that filters find episodes by reward."""
         ...
 
     async def name(self, episode: Episode, names: Sequence[str], seen: int) -> None:
-        """Note by which labels an episode is found, of which so many were ``seen``."""
+        """Store the label names by which filters find an episode. ``seen``: how many of its labels were read."""
         ...
 
     async def state(self) -> str:
-        """A text that is another one when anything was written."""
+        """A text that changes with every write."""
         ...
 
 
 @dataclass
-class _Standing:
-    """An open episode before it changes. ``tainted``: nodes that held a secret, or are below one, so that no token ids
-    are kept; ``None``, above all nodes, when a tool's description held one."""
+class _Growing:
+    """The cached state of an open episode.
+
+    ``tainted``: nodes that held a secret, or have such an ancestor; they keep no token ids. It contains ``None``, the
+    parent of the roots, if a tool's description held a secret.
+    """
 
     episode: Episode
     start: EpisodeStart
@@ -296,12 +301,12 @@ class _Standing:
     head: int | None = None
     tainted: frozenset[int | None] = frozenset()
     is_line: bool = True  # whether every node is the parent of the next one, and the last one is the head
-    rewards: Sequence[float] = ()  # those of the nodes of a line, in order
+    rewards: Sequence[float] = ()  # the rewards of the nodes of a line, in order
 
     def grow(self, more: Sequence[Node], marks: Sequence[NodeMark], head: int | None) -> TrajectorySummary:
-        """Add nodes and marks; returns the header of the episode that has them. Raises ``StorageError``.
+        """Add nodes and marks, and return the new header. Raises ``StorageError``.
 
-        What is new on a line is counted alone: a walk over all nodes at each turn would take quadratic time.
+        On a line only the new nodes are counted: a walk over all nodes at each turn would take quadratic time.
         """
         header, known = self.episode.header, len(self.nodes)
         first = min([known, *(mark.index for mark in marks)])
@@ -318,11 +323,11 @@ class _Standing:
 
 
 class LogStorage(ABC):
-    """A storage above a log, which ``_read`` and ``_change`` hand to what works with it."""
+    """A ``TrajectoryStorage`` over a ``Log``, which ``_read`` and ``_change`` pass to a function."""
 
     def __init__(self) -> None:
         self._process = os.getpid()
-        self._open: OrderedDict[str, _Standing] = OrderedDict()
+        self._open: OrderedDict[str, _Growing] = OrderedDict()
         self._lost: list[DamagedRecord] | None = None
 
     def _check_process(self) -> None:
@@ -331,34 +336,34 @@ class LogStorage(ABC):
 
     @abstractmethod
     async def _read[Answer](self, work: Callable[[Log], Coroutine[Any, Any, Answer]]) -> Answer:
-        """The answer of ``work``, which only reads. Raises ``StorageError``."""
+        """Return the result of ``work``, which only reads. Raises ``StorageError``."""
 
     @abstractmethod
     async def _change[Answer](self, identity: str, work: Callable[[Log], Coroutine[Any, Any, Answer]]) -> Answer:
-        """The answer of ``work``, once all that it wrote is durable; of one episode one at a time."""
+        """Return the result of ``work`` once its writes are durable. Writes to one episode run one at a time."""
 
     @abstractmethod
     async def close(self) -> None:
-        """Release what is open. The storage can be used again; it then opens it again."""
+        """Close files and connections. The next call opens them again."""
 
     async def add(self, trajectory: Trajectory) -> None:
-        """Store a finished episode; one that is finished already stays as it is. Raises ``StorageError``."""
+        """Store a finished episode; ignored if it is already finished. Raises ``StorageError``."""
         await self._written(trajectory.id, lambda log: self._add(log, trajectory))
 
     async def begin(self, start: EpisodeStart) -> None:
-        """Open an episode; one whose id is known stays as it is. Raises ``StorageError``."""
+        """Open an episode; ignored if its id is known. Raises ``StorageError``."""
         await self._written(start.id, lambda log: self._begin(log, start))
 
     async def grow(self, growth: EpisodeGrowth) -> None:
-        """Append to an open episode; the head and the marks of the last call hold. Raises ``StorageError``."""
+        """Append to an open episode; the last call's head and marks count. Raises ``StorageError``."""
         await self._written(growth.trajectory_id, lambda log: self._grow(log, growth))
 
     async def end(self, end: EpisodeEnd) -> None:
-        """Close an open episode; a finished one stays as it is. Raises ``StorageError``."""
+        """Finish an open episode; ignored if it is already finished. Raises ``StorageError``."""
         await self._written(end.trajectory_id, lambda log: self._end(log, end))
 
     async def drop(self, trajectory_ids: Sequence[str]) -> int:
-        """Forget unfinished episodes with their scores and return how many. Raises ``StorageError``."""
+        """Delete unfinished episodes with their scores; returns how many. Raises ``StorageError``."""
         calls = (self._change(each, lambda log, each=each: self._drop(log, each)) for each in trajectory_ids)
         return sum(await asyncio.gather(*calls))
 
@@ -368,7 +373,7 @@ class LogStorage(ABC):
             await self._change("", lambda log: self._append(log, scores))
 
     async def add_labels(self, labels: Sequence[Label]) -> None:
-        """Append labels; one whose id is known stays as it is. Raises ``StorageError``."""
+        """Append labels; a label with a known id is ignored. Raises ``StorageError``."""
         if labels:
             await self._change("", lambda log: self._append(log, labels))
 
@@ -387,10 +392,10 @@ class LogStorage(ABC):
         return await anext(self.find(TrajectoryFilter(ids=(trajectory_id,), finished=None)), None)
 
     def find(self, where: TrajectoryFilter | None = None) -> AsyncIterator[Found]:
-        """Stream the matches with their scores (oldest first). By default in the order in which it was begun or added.
+        """Stream the matches with their scores, oldest first; by default in the order in which episodes began.
 
-        A few records are held at a time. What is added while the stream is read is not part of it; an unfinished
-        episode is read as it stands when the stream comes to it. Raises ``StorageError``, also for a damaged record.
+        Memory holds a few records at a time. Episodes added during the stream are not in it. An unfinished episode has
+        its state at the time when the stream reaches it. Raises ``StorageError``, also for a damaged record.
         """
         return self._stream(where, _trajectory, _BATCH, whole=True)
 
@@ -400,7 +405,7 @@ class LogStorage(ABC):
         return (summary async for summary, _ in found)
 
     async def columns(self, where: TrajectoryFilter | None = None) -> Columns:
-        """Like ``find``, as arrays: no node is made. Raises ``StorageError``."""
+        """Like ``find``, but returns arrays and makes no nodes. Raises ``StorageError``."""
         found = [each async for each in self._stream(where, _column_of, _BATCH, whole=True)]
         headers, segments, whole = zip(*(made for made, _ in found), strict=True) if found else ((), (), ())
         rewards = Floats(math.nan if each.judged is None else each.judged for each in headers)
@@ -408,7 +413,7 @@ class LogStorage(ABC):
         return Columns(ids, groups, rewards, Ids(segments), Mask(whole))
 
     async def count(self, where: TrajectoryFilter | None = None) -> int:
-        """How many match, ``offset`` and ``limit`` aside. Raises ``StorageError``."""
+        """How many match, regardless of ``offset`` and ``limit``. Raises ``StorageError``."""
         return await self._read(lambda log: log.count(where or TrajectoryFilter()))
 
     async def revision(self) -> str:
@@ -437,7 +442,7 @@ class LogStorage(ABC):
     async def _stream[Made](
         self, where: TrajectoryFilter | None, make: Callable[[Episode], Made], size: int, *, whole: bool = False
     ) -> AsyncIterator[tuple[Made, tuple[Score, ...]]]:
-        """What is made of the matches, in order, ``whole`` ones with scores; so many are read at a time."""
+        """Stream converted matches in order; ``whole``: with content and scores. Reads them in batches."""
         asked = where or TrajectoryFilter()
 
         async def read(log: Log, ids: Sequence[str]) -> tuple[list[Episode], list[Record]]:
@@ -450,18 +455,18 @@ class LogStorage(ABC):
             scores = _parsed(Score, (record for record in records if record[1] in made), self._lost)
             for each in ids:
                 if each in made:
-                    # Taken out, so that its memory is used again at once.
+                    # Removed from the batch, so that its memory is freed at once.
                     yield made.pop(each), tuple(score for _, score in scores.get(each, ()))
 
     def _sound[Made](self, episodes: Iterable[Episode], make: Callable[[Episode], Made]) -> Iterator[tuple[str, Made]]:
-        """Id -> what is made of the episode; a damaged one is named, and left out if it is skipped."""
+        """Episode id -> the converted episode. Damaged ones raise, or are recorded and left out if skipped."""
         for each in episodes:
             try:
                 yield each.header.id, make(each)
             except (StorageError, ValueError, LookupError, TypeError, OverflowError) as error:
                 cause = str(error) if isinstance(error, StorageError) else f"a record is damaged: {describe(error)}"
                 record = DamagedRecord(what="episode", id=each.header.id, row=each.number, cause=cause)
-                _lose(self._lost, record, error)
+                _skip(self._lost, record, error)
 
     async def _add(self, log: Log, trajectory: Trajectory) -> None:
         trajectory = redact_trajectory(trajectory)
@@ -475,18 +480,18 @@ class LogStorage(ABC):
         clean = redact_value(start)
         episode = await _put(log, begun(clean), Content(packed_json(clean)))
         if episode is not None:
-            # A secret in the description of a tool is a part of every prompt.
+            # A secret in a tool's description is part of every prompt.
             tainted = frozenset[int | None]({None} if clean.tools != start.tools else ())
-            self._remember(_Standing(episode, clean, tainted=tainted))
+            self._remember(_Growing(episode, clean, tainted=tainted))
 
     async def _grow(self, log: Log, growth: EpisodeGrowth) -> None:
         identity = growth.trajectory_id
-        # A strategy may have noted what an environment sent.
+        # A strategy's metadata may hold text of an environment.
         marks = [redact_value(mark) if mark.search else mark for mark in growth.marks]
-        standing = await self._standing(log, identity, growth.first)
-        known = len(standing.nodes)
-        if not standing.episode.header.open:
-            if growth.first + len(growth.nodes) > known or joined(standing.nodes, (), marks) != standing.nodes:
+        current = await self._open_state(log, identity, growth.first)
+        known = len(current.nodes)
+        if not current.episode.header.open:
+            if growth.first + len(growth.nodes) > known or joined(current.nodes, (), marks) != current.nodes:
                 raise StorageError(f"episode {identity!r} is finished and grows no more")
             return
         if growth.first > known:
@@ -495,22 +500,22 @@ class LogStorage(ABC):
                 "store the nodes between them first"
             )
         more = growth.nodes[known - growth.first :]
-        nodes, standing.tainted = redact_nodes(more, first=known, tainted=standing.tainted)
-        header = standing.grow(nodes, marks, growth.head)
-        if nodes or marks or growth.head != standing.head:
+        nodes, current.tainted = redact_nodes(more, first=known, tainted=current.tainted)
+        header = current.grow(nodes, marks, growth.head)
+        if nodes or marks or growth.head != current.head:
             content = Content(None, _packs(nodes, PASSING), marks, growth.head)
-            standing.episode, standing.head = await log.write(standing.episode, header, content), growth.head
-        self._remember(standing)
+            current.episode, current.head = await log.write(current.episode, header, content), growth.head
+        self._remember(current)
 
     async def _end(self, log: Log, end: EpisodeEnd) -> None:
         end = redact_value(end)
-        standing = await self._standing(log, end.trajectory_id, 0 if end.head is None else end.head + 1)
-        if standing.episode.header.open:
-            header = ended(standing.episode.header, standing.nodes, end)
-            # Once more as a whole: smaller than its growths by a third, and read several times as fast.
-            start, packs = packed_json(standing.start), _packs(standing.nodes)
-            content = Content(start, packs, (), end.head, packed_end(standing.start, end))
-            await log.write(standing.episode, header, content)
+        current = await self._open_state(log, end.trajectory_id, 0 if end.head is None else end.head + 1)
+        if current.episode.header.open:
+            header = ended(current.episode.header, current.nodes, end)
+            # Packed again as a whole, which is a third smaller and several times as fast to read.
+            start, packs = packed_json(current.start), _packs(current.nodes)
+            content = Content(start, packs, (), end.head, packed_end(current.start, end))
+            await log.write(current.episode, header, content)
 
     async def _drop(self, log: Log, identity: str) -> bool:
         self._open.pop(identity, None)
@@ -522,24 +527,24 @@ class LogStorage(ABC):
         kind = "scores" if isinstance(clean[0], Score) else "labels"
         await note(log, {value.trajectory_id for value in clean}, [kind])
 
-    async def _standing(self, log: Log, identity: str, nodes: int) -> _Standing:
-        """Where an episode stands. Raises ``StorageError`` when it is not known.
+    async def _open_state(self, log: Log, identity: str, nodes: int) -> _Growing:
+        """Take the state of an open episode out of the cache, or read it. Raises ``StorageError`` for an unknown id.
 
-        Taken out of what is remembered, because after an error it may be wrong; put it back when all is written. With
-        fewer ``nodes`` than the caller knows of it is out of date: another process has appended some.
+        Put it back with ``_remember`` after the write; after an error it may be wrong. It is outdated if it has fewer
+        ``nodes`` than the caller knows, because another process has appended some.
         """
-        standing = self._open.pop(identity, None)
-        if standing is not None and len(standing.nodes) >= nodes:
-            return standing
+        current = self._open.pop(identity, None)
+        if current is not None and len(current.nodes) >= nodes:
+            return current
         found = await log.episodes([identity], unseen=True)
         if not found:
             raise StorageError(f"episode {identity!r} is not open; begin() it first")
         start, stored = _opened(found[0])
-        # Counted as no line, because its header may say what an earlier release counted.
-        return _Standing(found[0], start, stored, found[0].content.head, _secrets_of(start, stored), is_line=False)
+        # Not treated as a line, because an earlier release may have counted its header differently.
+        return _Growing(found[0], start, stored, found[0].content.head, _secrets_of(start, stored), is_line=False)
 
-    def _remember(self, standing: _Standing) -> None:
-        self._open[standing.start.id] = standing
+    def _remember(self, current: _Growing) -> None:
+        self._open[current.start.id] = current
         if len(self._open) > _REMEMBERED:
             self._open.popitem(last=False)
 
@@ -549,9 +554,11 @@ def _packs(nodes: Sequence[Node], *level: int) -> tuple[bytes, ...]:
 
 
 async def upgrade(log: Log) -> None:
-    """Count, judge and name every episode again: earlier releases took the newest score of any version, the last
-    segment of a condensed episode, and a session's 0 as its return, and did not find episodes by their labels. What is
-    damaged is named when it is read."""
+    """Recompute counts, judgement and label names of every header.
+
+    Headers of earlier releases are wrong: they have the newest score of any version, only the last segment of a
+    condensed episode, and a session's 0 as its return; they lack label names. Damage is reported when it is read.
+    """
     ids = await log.ids(TrajectoryFilter(finished=None))
     for identity in ids:
         with suppress(StorageError, ValueError, LookupError, TypeError):
@@ -564,7 +571,7 @@ async def upgrade(log: Log) -> None:
 
 
 async def _put(log: Log, header: TrajectorySummary, content: Content) -> Episode | None:
-    """Store an episode, unless it is known, and not as an unfinished one while this one has ended."""
+    """Store an episode if its id is unknown, or if it is finished and the stored one is not."""
     before = next(iter(await log.headers([header.id])), None)
     if before is not None and (content.end is None or not before.header.open):
         return None
@@ -575,8 +582,10 @@ async def _put(log: Log, header: TrajectorySummary, content: Content) -> Episode
 
 
 async def note(log: Log, ids: Iterable[str], kinds: Sequence[Kind] = ("scores", "labels")) -> None:
-    """Write beside every header the newest judgement, and the names by which its labels find it: the kinds of those
-    that hold, and the texts of tags. What is damaged is named when it is read."""
+    """Write the newest judgement and the label names into every header.
+
+    Label names are the kinds of the valid labels and the texts of tags. Damage is reported when it is read.
+    """
     for some, kind in product(batched(ids, 1000), kinds):
         found = _parsed(_RECORDS[kind], await log.records(kind, some), [])
         judged: list[Judged] = []
@@ -596,19 +605,21 @@ async def note(log: Log, ids: Iterable[str], kinds: Sequence[Kind] = ("scores", 
 def _parsed[Value: (Score, Label)](
     kind: type[Value], records: Iterable[Record], lost: list[DamagedRecord] | None
 ) -> dict[str, list[tuple[int, Value]]]:
-    """Episode -> its scores, or labels, with their numbers, oldest first. With ``lost`` a damaged one is added to it
-    instead of being an error."""
+    """Episode id -> its scores, or labels, with their numbers, oldest first.
+
+    A damaged record is added to ``lost``, or is an error without ``lost``.
+    """
     found: dict[str, list[tuple[int, Value]]] = defaultdict(list)
     for number, identity, document in records:
         try:
             found[identity].append((number, parsed_json(kind, identity, document)))
         except (DamagedError, ValueError, AttributeError) as error:
-            _lose(lost, DamagedRecord(what=kind.__name__.lower(), id=identity, row=number, cause=str(error)), error)
+            _skip(lost, DamagedRecord(what=kind.__name__.lower(), id=identity, row=number, cause=str(error)), error)
     return found
 
 
-def _lose(lost: list[DamagedRecord] | None, record: DamagedRecord, error: Exception) -> None:
-    """Add a record once, however often it is met. Raises ``DamagedError`` when none may be left out."""
+def _skip(lost: list[DamagedRecord] | None, record: DamagedRecord, error: Exception) -> None:
+    """Record a damaged record, once. Raises ``DamagedError`` if damage is not skipped."""
     if lost is None:
         raise DamagedError(record.in_words()) from error
     if not any((each.what, each.id, each.row) == (record.what, record.id, record.row) for each in lost):
@@ -642,7 +653,7 @@ def _trajectory(episode: Episode) -> Trajectory:
 
 
 def _column_of(episode: Episode) -> tuple[TrajectorySummary, int, bool]:
-    """How many segments the turns are, and whether no answer lacks anything, by the layout of the packs."""
+    """The number of segments, and whether all completions have tokens, from the layout of the packs."""
     segments, whole = 0, episode.header.failure is None and not episode.damage
     for pack in episode.content.packs:
         data = _decompress(pack, _NODES)
@@ -656,7 +667,7 @@ def _column_of(episode: Episode) -> tuple[TrajectorySummary, int, bool]:
 
 
 def _secrets_of(start: EpisodeStart, nodes: Sequence[Node]) -> frozenset[int | None]:
-    """Which nodes are tainted: where a secret was, the text says so, and no ids are left."""
+    """The tainted nodes: their text has the mark of a redacted secret, and they have no token ids."""
     clean = {up for at, node in enumerate(nodes) if node.tokens for up in path_to(nodes, at)}
     tainted: set[int | None] = {None} if not clean and any(REDACTED in str(tool) for tool in start.tools) else set()
     for at, node in enumerate(nodes):
@@ -667,7 +678,7 @@ def _secrets_of(start: EpisodeStart, nodes: Sequence[Node]) -> frozenset[int | N
 
 # --- Packing
 #
-# Nodes and documents as small, checked bytes. A packed value carries its own version; what is read back is equal.
+# Nodes and documents as compressed bytes with a checksum. A pack has its own version; unpacking is lossless.
 #
 # A pack is one version byte and one zstd frame with a checksum. The frame of nodes holds, one after the other and each
 # in blocks of its own (text and token ids have different statistics):
@@ -680,7 +691,7 @@ def _secrets_of(start: EpisodeStart, nodes: Sequence[Node]) -> frozenset[int | N
 #   ones, which are read with the precision of 32.
 
 UNPACKED_LIMIT = 512 * 1024 * 1024
-"""No pack unfolds to more bytes than this, whatever its header says."""
+"""The most bytes that a pack may unpack to, whatever its header claims."""
 
 _NODES, _DOCUMENT = 1, 2  # version bytes; later formats take other numbers
 
@@ -691,15 +702,15 @@ _HAS_TOKENS, _EXTENDS = 1, 2
 _LEVEL_OF, _CHECKED = zstd.CompressionParameter.compression_level, zstd.CompressionParameter.checksum_flag
 _LEVEL = 3
 PASSING = 1
-"""The level of zstd for what is packed again soon."""
-# Making a compressor costs as much as a small pack, and one of them cannot be shared by threads.
+"""The zstd level for content that is soon packed again."""
+# Creating a compressor costs as much as a small pack, and threads cannot share one.
 _compressors = threading.local()
 _TOKENS = set(Tokens.model_fields)
 _NODE_LIST = TypeAdapter(tuple[Node, ...])
 
 
 def pack_nodes(nodes: Sequence[Node], level: int = _LEVEL) -> bytes:
-    """All ``nodes`` in one pack. Raises ``StorageError`` for what cannot be written or is larger than the limit."""
+    """Pack all ``nodes``. Raises ``StorageError`` for values that JSON cannot hold, and above the size limit."""
     layout: list[int] = []
     ids: list[bytes] = []
     logprobs: list[bytes] = []
@@ -736,7 +747,7 @@ def unpack_nodes(blob: bytes) -> tuple[Node, ...]:
         used = scored = 0
         for node, (flags, prompt, sampled, floats) in zip(nodes, batched(layout, 4), strict=True):
             if flags:
-                # Nothing is validated, because the arrays hold nothing but numbers, and the node is not shared yet.
+                # No validation: the arrays hold only numbers, and the node is not shared yet.
                 arrays = {
                     "extends": bool(flags & _EXTENDS),
                     "prompt_ids": Ids(ids[used : (used := used + 4 * prompt)]),
@@ -751,7 +762,7 @@ def unpack_nodes(blob: bytes) -> tuple[Node, ...]:
 
 
 def pack_document(document: bytes) -> bytes:
-    """A JSON document, smaller and checked. Raises ``StorageError`` when it is larger than can be read."""
+    """Compress a JSON document, with a checksum. Raises ``StorageError`` above the size limit."""
     return _compress(_DOCUMENT, [document])
 
 
@@ -761,10 +772,10 @@ def unpack_document(blob: bytes) -> bytes:
 
 
 def json_of(value: Frozen, **how: Any) -> bytes:
-    """A value as JSON, with U+FFFD for half of a surrogate pair. Raises ``StorageError`` for what JSON cannot hold."""
+    """Serialise a value to JSON, with U+FFFD for a lone surrogate. Raises ``StorageError`` if JSON cannot hold it."""
     try:
         with suppress(PydanticSerializationError):
-            # By the serializer itself, which ``model_dump_json`` adds as much again to for a small node.
+            # Calls the serializer directly: for a small node ``model_dump_json`` takes twice the time.
             return _readable(value.__pydantic_serializer__.to_json(value, **how))
         return _readable(to_json(whole_json(value.model_dump(**how)), inf_nan_mode="strings"))
     except (ValueError, RecursionError) as error:
@@ -772,15 +783,15 @@ def json_of(value: Frozen, **how: Any) -> bytes:
 
 
 def _readable(document: bytes) -> bytes:
-    """The document itself. Raises ``ValueError`` for levels that could not be read, wrapped in the 20 of an export."""
-    # Hardly any has so many brackets, also counting those in its texts.
+    """Return the document. Raises ``ValueError`` if an export, with 20 more levels, would be too deep to read."""
+    # Cheap test first: hardly any document has so many brackets, even with those in texts.
     if document.count(b"[") + document.count(b"{") > 180:
         from_json(b"[" * 20 + document + b"]" * 20)
     return document
 
 
 def _widened(numbers: bytes, width: int, wanted: int) -> bytes:
-    """Numbers of ``width`` bytes as those of ``wanted``: what is cut off is 0."""
+    """Convert numbers of ``width`` bytes to ``wanted`` bytes; the removed bytes are 0."""
     if width == wanted:
         return numbers
     made = bytearray(len(numbers) // width * wanted)
@@ -802,7 +813,7 @@ def _compress(version: int, parts: Sequence[bytes], level: int = _LEVEL) -> byte
     if size > UNPACKED_LIMIT:
         raise StorageError(f"{size:,} bytes are more than one record may have ({UNPACKED_LIMIT:,}): shorten its texts")
     held: dict[Any, Any] = vars(_compressors)
-    # After an error it is not put back: it stands in the middle of a frame.
+    # After an error it is not reused, because its frame is incomplete.
     compressor = held.pop(level, None) or zstd.ZstdCompressor(options={_LEVEL_OF: level, _CHECKED: 1})
     compressor.set_pledged_input_size(size)
     packed = [compressor.compress(part, zstd.ZstdCompressor.FLUSH_BLOCK) for part in parts if part]
@@ -829,12 +840,12 @@ def _decompress(blob: bytes, version: int) -> bytes:
 
 
 def packed_json(value: Frozen, without: frozenset[str] = frozenset()) -> bytes:
-    """A value as packed JSON. Raises ``StorageError`` for what JSON cannot hold."""
+    """Serialise and compress a value. Raises ``StorageError`` if JSON cannot hold it."""
     return pack_document(json_of(value, exclude=set(without)))
 
 
 def parsed_json[Value: Frozen](kind: type[Value], identity: str, packed: bytes) -> Value:
-    """The inverse of ``packed_json``. Raises ``StorageError`` for damage and for what a later release wrote."""
+    """The inverse of ``packed_json``. Raises ``StorageError`` for damaged data, and for data of a later release."""
     try:
         return kind.model_validate_json(unpack_document(packed))
     except ValidationError as error:
@@ -843,7 +854,7 @@ def parsed_json[Value: Frozen](kind: type[Value], identity: str, packed: bytes) 
 
 
 def packed_end(start: EpisodeStart, end: EpisodeEnd) -> bytes:
-    """How an episode ended. What is the same at the start and at the end is stored once."""
+    """Pack the end of an episode, without the fields that its start already has."""
     return packed_json(end, without=frozenset({"tools"} if end.tools == start.tools else ()))
 
 
