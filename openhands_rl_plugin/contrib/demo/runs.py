@@ -39,7 +39,7 @@ OTHER_SIZES = {name: True for name in LoopSettings.model_fields if name not in _
 
 
 class _Sizes(Frozen):
-    """What both demos have, in their own sizes."""
+    """Options that both demos have, each with its own defaults."""
 
     run_directory: Path
     model_directory: Path | None = None
@@ -163,7 +163,7 @@ class RepairOptions(_Sizes):
     training_max_turns: int = 3
     """The last turn of a whole episode has little to compare: what was not repaired in three is rarely in four."""
     answer_tokens: int = Field(default=128, ge=16)
-    """Of an answer at most; 99 of 100 edits of the oracle take no more than 97."""
+    """The most tokens of a completion; 99 of 100 edits of the oracle take no more than 97."""
     warm_start_epochs: int = 1
     warm_start_rate: float = 1e-3
     warm_start_batch_size: int = 16
@@ -224,7 +224,7 @@ class RepairOptions(_Sizes):
                 adapter=REPAIR_ADAPTER,
                 adapters_path=str(self.run_directory / "adapters"),
                 server="embedded",
-                # All answers of all episodes at once wait for each other.
+                # Concurrent completions of all episodes share the server, so each may wait for the others.
                 request_timeout=600,
             ),
         )
@@ -236,7 +236,7 @@ PREFILL_TOKENS = 1024
 REPAIR_CACHE_BYTES = 256 * 1024**2
 """23 kB a token: twelve episodes of 900 tokens, with what begins alike counted once."""
 _PLACES = {"run_directory": True, "model_directory": True, "processes": True, "loop": OTHER_SIZES}
-"""What another run in the same folder may have otherwise."""
+"""Options that may differ when a run is repeated in the same folder."""
 
 
 def shop_tasks(options: DemoOptions) -> LoopTasks:

@@ -30,7 +30,7 @@ from openhands_rl_plugin.environments.tools.environment import Dialect
 
 VARIABLE = "OPENHANDS_RL_VERIFIERS_PYTHON"
 _HOW = (
-    "verifiers cannot be installed beside OpenHands (both pin openai, differently), so it runs in a Python of its own: "
+    "verifiers conflicts with OpenHands (both pin openai, differently), so it needs another Python environment: "
     "`uv venv VERIFIERS && uv pip install --python VERIFIERS verifiers`, with your tasksets, then "
     f'python = "VERIFIERS/bin/python" in [rl.environment], or export {VARIABLE}=VERIFIERS/bin/python'
 )
@@ -101,7 +101,7 @@ class VerifiersProcess:
             ) from error
 
     async def ask(self, path: str, body: JsonObject, seconds: float) -> dict[str, Any]:
-        """What comes next in the episode that ``body`` starts or goes on with."""
+        """POST ``body``, which starts or continues an episode; returns the next response."""
         try:
             async with httpx.AsyncClient(timeout=seconds, trust_env=False) as client:
                 found = await client.post(f"{self._url}/{path}", content=json.dumps(body))
@@ -214,7 +214,7 @@ class VerifiersEnvironment:
 
     @property
     def info(self) -> EnvInfo:
-        """With the taskset's tools, known after ``reset``; none where they are called in the text."""
+        """The environment's info, with the taskset's tools after ``reset``; no tools if calls are in the text."""
         return EnvInfo(tools=self._dialect.offered(self._tools))
 
     async def reset(self, task: Task) -> Observation:
@@ -341,5 +341,5 @@ class VerifiersEnvironment:
 
 
 def _words(message: Message) -> tuple[str, tuple[str, ...]]:
-    """What a message says and calls, apart from the form it is written in."""
+    """The content and calls of a message, to compare two messages without their ids and format."""
     return message.content or "", tuple(f"{call.name}({call.arguments})" for call in message.tool_calls)

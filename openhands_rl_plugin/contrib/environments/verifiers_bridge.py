@@ -119,7 +119,7 @@ class Bridge:
         return self.tasks[index]
 
     async def serve(self):
-        """Until stdin ends."""
+        """Serve until stdin ends."""
         app = web.Application(client_max_size=1 << 30)
         app.router.add_post(f"/{SECRET}/start", self.start)
         app.router.add_post(f"/{SECRET}/answer", self.answer)

@@ -118,7 +118,7 @@ def _tree(record: Record, name: str, model: str | None) -> EpisodeTree:
 
 
 def _times(timestamp: str | None) -> Times:
-    """Of ISO 8601, or Unix time in seconds."""
+    """Parse a time in ISO 8601, or a Unix time in seconds."""
     if timestamp is None:
         return UNKNOWN_TIMES
     try:

@@ -84,7 +84,7 @@ def _answered(record: Record, prompt: Sequence[Message], answer: Sequence[Messag
 
 
 def _shared[Each](one: Sequence[Each], other: Sequence[Each]) -> list[Each]:
-    """What both begin with."""
+    """The longest common prefix."""
     return [each for each, _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))]
 
 

@@ -108,8 +108,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _settings(args: argparse.Namespace, source: Source, directory: Path) -> RLSettings:
-    """Those of ``--config`` and ``--set``; without a file everything lies in the run's folder, and the adapter has the
-    repository's name."""
+    """The settings of ``--config`` and ``--set``.
+
+    Without a file everything is in the run's folder, and the adapter has the repository's name.
+    """
     own = {
         "max_workers": 4,
         "storage.path": str(directory / "trajectories"),

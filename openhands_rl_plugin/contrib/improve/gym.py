@@ -40,7 +40,7 @@ _SPARE = 1.25
 
 
 class WantedTasks(Frozen):
-    """What tasks are wanted; ``tests`` to ``timeout`` are as in ``TaskPlan``."""
+    """How many tasks to make, and how; ``tests`` to ``timeout`` are as in ``TaskPlan``."""
 
     tasks: int = Field(ge=LEAST_TRAINING, le=500)
     held_out: int = Field(ge=LEAST_HELD_OUT, le=500)
@@ -88,7 +88,7 @@ def make_gym(source: Source, wanted: WantedTasks, folder: Path, cache: Path, bar
 
 
 def _checked(source: Source, wanted: WantedTasks, folder: Path, cache: Path, bar: ProgressBar) -> Gym:
-    """What passes the gate, split, in a file of its own."""
+    """Check the instances, split those that pass, and write them to a file."""
     made, workers, began = folder / _MADE, max(1, (os.cpu_count() or 1) // 2), time.monotonic()
     instances = read_instances(made)
     bar.update(0, len(instances), what="checking tasks", note="")
@@ -123,7 +123,7 @@ def _checked(source: Source, wanted: WantedTasks, folder: Path, cache: Path, bar
 
 
 def _read[T: Frozen](file: Path, kind: type[T]) -> T:
-    """What a finished stage left. Raises ``StorageError`` for a damaged file."""
+    """Read the file of a finished stage. Raises ``StorageError`` for a damaged file."""
     try:
         return kind.model_validate_json(file.read_bytes())
     except (OSError, ValidationError) as error:

@@ -64,7 +64,7 @@ def _substitution(old: str, new: str) -> str | None:
     rest = min(len(before), len(after)) - start
     end = min(rest, _same(before[::-1], after[::-1]))
     first, last = start, len(before) - end
-    # What is only added needs a word to stand beside, and what occurs earlier in the line the words before it.
+    # A pure insertion needs a neighbouring word; a text that also occurs earlier in the line needs the words before it.
     while first == last or not _is_first(before, first, last):
         if first == last and last < len(before) and before[last].strip():
             last, end = last + 1, end - 1
@@ -105,11 +105,11 @@ _NAME = re.compile(r"[^\W\d]\w*")
 _COMMON = frozenset({*keyword.kwlist, *dir(builtins), *dir(str), *dir(list), *dir(dict)})
 """Names that a repair may need though the line does not have them."""
 _LONGEST = 48
-"""Characters of an edit, where the line is all that is known: what nobody can guess is not to be learnt."""
+"""The most characters of an edit if only its line is known: longer ones cannot be guessed, so not learnt."""
 
 
-def function_told(text: str, name: str, line: str) -> str:
-    """What follows the place of a line: the head of its function, or a colon where the line is the head."""
+def function_hint(text: str, name: str, line: str) -> str:
+    """The text after a line's place: its function's head, or a colon if the line is the head."""
     heads = (each.strip() for each in text.split("\n"))
     return next((f", in {each}" for each in heads if each.startswith(f"def {name}(") and each != line), ":")
 

@@ -58,7 +58,7 @@ def canonical(value: Any) -> str:
 
 
 def outcome(function: Any, positional: list[str], keywords: dict[str, str]) -> str | None:
-    """What a call gives; ``None`` where it raises or gives no literal."""
+    """The result of a call as text; ``None`` if it raises or returns no literal."""
     given = [ast.literal_eval(each) for each in positional]
     named = {name: ast.literal_eval(each) for name, each in keywords.items()}
     text = None

@@ -19,7 +19,7 @@ from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.contrib.repair.bugs import (
     LoneFunction,
     bugs_in,
-    function_told,
+    function_hint,
     is_told,
     line_edit,
     lone_function,
@@ -77,7 +77,7 @@ def library_bugs(source: random.Random, *, strange: frozenset[str]) -> Iterator[
 
 
 def _functions(source: random.Random, strange: frozenset[str]) -> Iterator[_Bugs]:
-    """With all bugs of each, which take a tenth of a second to find."""
+    """Yield functions with all their bugs; finding those of one takes a tenth of a second."""
     for function in library_functions(source):
         if function.name not in strange:
             bugs = bugs_in(function.text, function.name)
@@ -114,7 +114,7 @@ def short_drill(episode: Trajectory, function: LoneFunction, wrong: str) -> Traj
     repair (``is_told``)."""
     edit = line_edit(wrong, function.text)
     line = wrong.split("\n")[edit.first - 1].strip()
-    statement_text = f"The bug is in line {edit.first}{function_told(wrong, function.name, line)}\n{line}\n"
+    statement_text = f"The bug is in line {edit.first}{function_hint(wrong, function.name, line)}\n{line}\n"
     # As in a command of the other form.
     answer = f"<<'{END}'\n{sed_script(wrong, function.text)}\n{END}"
     nodes = (
@@ -143,8 +143,9 @@ def lessons(
     short_drills: int = 0,
     strange: frozenset[str] = frozenset(),
 ) -> list[Trajectory]:
-    """What a policy is fine-tuned on: the right responses of the oracle's episodes, ``drills`` in their form, and
-    ``short_drills``, which show other bugs.
+    """The episodes for fine-tuning: correct responses of the oracle's episodes, ``drills`` and ``short_drills``.
+
+    Drills have the same form; short drills show other bugs.
 
     ``tools``: those of the host. ``strange``: names of functions that no drill may show, those of the held-out tasks.
     There are fewer drills where the library has no more bugs.
@@ -223,7 +224,7 @@ def _drill(
 
 
 def _after_errors(episode: Trajectory) -> Iterator[Node]:
-    """What was seen after the edits that are not to be imitated."""
+    """Yield the observations after edits that are not trained on."""
     path = [episode.nodes[at] for at in episode.path()]
     for node, seen in pairwise(path):
         if node.message.role == "assistant" and not node.sampled:
@@ -231,7 +232,7 @@ def _after_errors(episode: Trajectory) -> Iterator[Node]:
 
 
 def _of_line(node: Node, path: str, number: int, text: str) -> Node:
-    """What was seen after an edit, with this line where it shows that of its own task."""
+    """The observation after an edit, with this line in place of its own task's."""
     line = text.split("\n")[number - 1].strip()
     content = _SHOWN.sub(
         lambda _: f"Undone. Line {number} of {path}:\n{line}", str(node.message.content or ""), count=1
@@ -253,7 +254,7 @@ def _like(node: Node, changed: Mapping[str, str], at: int) -> Node:
 
 
 DRILLS, SHORT_DRILLS = 4, 50
-"""For each demonstration; what they teach: docs/background/how-it-learns.md."""
+"""How many for each demonstration; docs/background/how-it-learns.md has the reasons."""
 
 
 class RepairDemonstrator(Demonstrator):
@@ -278,7 +279,7 @@ class RepairDemonstrator(Demonstrator):
                 yield _Oracle(runner)
 
     def lessons(self, job: LoopJob) -> Lessons:
-        """Of the oracle's episodes what is right in them, and drills."""
+        """Make the training episodes: correct responses of the oracle's episodes, and drills."""
         known = [entry.instance for entry in job.tasks.demonstrations if entry.instance is not None]
         held_out = [entry.instance for entry in job.tasks.held_out if entry.instance is not None]
         strange = frozenset(spec_of(instance).function for instance in held_out)

@@ -26,7 +26,7 @@ WRONG_FIX = 0.6
 """Share of edits that do not repair, where there are others to make."""
 MOST_ERRORS = 2
 END = "E"
-"""What ends the script of an edit."""
+"""The last line of an edit's script."""
 _HUNK = re.compile(r"@@ -(\d+)(?:,\d+)? \+\d+(?:,\d+)? @@")
 
 

@@ -8,7 +8,7 @@ from typing import Literal
 
 from pydantic import Field, ValidationError
 
-from openhands_rl_plugin.contrib.repair.bugs import function_told
+from openhands_rl_plugin.contrib.repair.bugs import function_hint
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.types import Frozen, JsonObject
 from openhands_rl_plugin.evals.swe.instances import Instance, read_instances
@@ -81,7 +81,7 @@ def statement(spec: RepairSpec, level: Level, failing: Sequence[str]) -> str:
     file, _, test = failing[0].partition("::")
     text = spec.files[spec.path]
     line = text.split("\n")[spec.line - 1].strip()
-    within = function_told(text, spec.function, line)
+    within = function_hint(text, spec.function, line)
     where = {
         1: f"The bug is in line {spec.line} of {spec.path}{within}\n{line}\n",
         2: f"The bug is in the function {spec.function} in {spec.path}. ",

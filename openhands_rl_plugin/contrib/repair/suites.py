@@ -183,7 +183,7 @@ async def _called(spec: RepairSpec, repository: Path, timeout: float) -> Ended:
 
 
 def _outcomes(spec: RepairSpec, printed: str) -> list[str | None]:
-    """What is no list of as many literals counts as nothing."""
+    """Parse the printed results; anything but a list of the right length counts as no results."""
     with contextlib.suppress(ValueError, RecursionError):
         found = json.loads(printed)
         if isinstance(found, list) and len(found) == len(spec.calls):

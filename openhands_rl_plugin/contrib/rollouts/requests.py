@@ -31,7 +31,7 @@ _NEUTRAL: dict[str, tuple[JsonValue, ...]] = {
     **{"top_p": (1,), "top_k": (-1, 0), "min_tokens": (0,), "repetition_penalty": (1,), "stop": ([], "")},
     **{"stop_token_ids": ([],), "skip_special_tokens": (True, False), "no_stop_trim": (True, False)},
 }
-"""What Slime's bridge sends with evaluations by default. The last two are about how completions are written as text."""
+"""Neutral values that Slime's bridge sends by default with evaluations. The last two concern only detokenisation."""
 _HOSTS = {"openhands": None, "openhands_sdk": "v1", "openhands_v0": "v0", "openhands_v1": "v1"}
 _NAMES = ("strategy", "suite")
 _FACTS = {"trajectory_id", "reward_version", "resolved", "stop", "turns", "usage", "failure"}
@@ -94,7 +94,7 @@ class TaskRequest(Frozen):
 
     @property
     def task(self) -> GivenTask:
-        """Its id or its row. Raises ``ConfigError`` where there is none."""
+        """The task's id or row. Raises ``ConfigError`` if the metadata has neither."""
         found = self.metadata.get(_TASK) or self.metadata.get(_ROW_ID)
         if not isinstance(found, str | dict) or not found:
             raise ConfigError(
@@ -234,5 +234,5 @@ def _with_calls(message: Message, tools: Sequence[JsonObject]) -> Message:
     """An answer with the calls that stand in its text as calls; any other message as it is."""
     found = () if message.role != "assistant" or message.tool_calls else calls_in_text(message.content or "", tools)
     calls = tuple(call.model_copy(update={"id": f"toolu_{at:02d}"}) for at, call in enumerate(found, 1))
-    beside = {"tool_calls": calls, "content": without_calls(message.content or "") or None}
-    return message.model_copy(update=beside) if calls else message
+    parsed = {"tool_calls": calls, "content": without_calls(message.content or "") or None}
+    return message.model_copy(update=parsed) if calls else message

@@ -45,7 +45,7 @@ class Session:
 
     @property
     def session_id(self) -> str:
-        """Its name, which is also that of its episode's run and sample in the store."""
+        """The session's name: the run and sample of its episode in the store."""
         return f"{self.task.run_id}-{self.sample}"
 
     @property

@@ -1,4 +1,4 @@
-"""Who may see the studio: the browser that opened its link, whoever has the key; no page of another origin."""
+"""Who may use the studio: the browser that opened its link, and clients with the key; no page of another origin."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ class Tickets:
 
     @staticmethod
     def same(one: str, other: str) -> bool:
-        """Whether two secrets are equal, in a time that tells nothing."""
+        """Whether two secrets are equal, compared in constant time."""
         return hmac.compare_digest(one.encode("utf-8", "surrogatepass"), other.encode())
 
 
 @dataclass(frozen=True)
 class StudioAccess(AccessRules):
-    """``names``: hosts that it may be called by, beside addresses; ``bound``: the address that it listens on.
+    """``names``: host names of the studio, in addition to addresses; ``bound``: the address that it listens on.
 
     The document and its modules hold no data, so they are shown to all; ``/api`` needs a session's
     cookie or the key. Whatever is sent may come from the studio's own pages only: ``Origin`` and ``Sec-Fetch-Site``
@@ -101,7 +101,7 @@ def _is_address(name: str) -> bool:
 
 
 class StudioConfig(Frozen):
-    """Its address, and what it needs to show tokens as text."""
+    """Options of the studio: its address, access, tokenizer and author."""
 
     host: str = Field(default="127.0.0.1", description="address to listen on; any but loopback needs a key")
     port: int = Field(default=8400, ge=0, le=65535, description="0 takes a free port")
@@ -110,7 +110,7 @@ class StudioConfig(Frozen):
         description="environment variable with a key that programs, and browsers without a link, may send instead",
     )
     allow_host: str = Field(
-        default="", description="name that browsers may reach it by, beside addresses; separate several by commas"
+        default="", description="host name that browsers use, in addition to addresses; separate several by commas"
     )
     tokenizer: str = Field(default="", description="folder with the tokenizer.json that token ids are shown with")
     author: str = Field(default="", max_length=200, description="who labels (default: the user's name)")

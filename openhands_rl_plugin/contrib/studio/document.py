@@ -32,7 +32,7 @@ HEADERS: Mapping[str, str] = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Permissions-Policy": "camera=(), geolocation=(), microphone=(), payment=(), usb=()",
 }
-"""Of every response."""
+"""Headers of every response."""
 
 
 def modules() -> dict[str, Path]:
@@ -67,7 +67,7 @@ def document() -> str:
 
 
 def content_security_policy() -> str:
-    """Nothing but the studio's own modules, style and data; the import map by its digest."""
+    """A policy that allows only the studio's own modules, style and data, and the import map by its digest."""
     return (
         f"default-src 'none'; script-src 'self' 'sha256-{_digest(import_map())}'; style-src 'self'; "
         "img-src 'self' data:; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "

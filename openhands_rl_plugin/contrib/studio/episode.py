@@ -187,7 +187,7 @@ def tokens_of(node: Node, at: int, first: int, text: TokenText, model: str, most
 
 
 def _seconds(nodes: Sequence[Node], node: Node) -> float | None:
-    """What was measured, or else the time since the node above was made."""
+    """The measured seconds of a node, or else the time since its parent was made."""
     if node.seconds is not None:
         return number(round(node.seconds, 3))
     above = None if node.parent is None else nodes[node.parent].at

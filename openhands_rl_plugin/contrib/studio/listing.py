@@ -167,7 +167,7 @@ def rows_of(
 
 
 def episodes_compared(first: Opened, second: Opened) -> JsonObject:
-    """Rows of two nodes that stand beside each other; ``same`` where they say the same."""
+    """Rows of two aligned nodes; ``same``: whether their contents are equal."""
     sides = [transcript_nodes(each.trajectory) for each in (first, second)]
     both = zip((first, second), sides, strict=True)
     contents = [[_content(each.trajectory, at) for at in side] for each, side in both]
@@ -194,7 +194,7 @@ def _content(trajectory: Trajectory, at: int) -> str:
 
 
 class LabelRequest(Frozen):
-    """What a page sends. ``withdraws``: the id of a label of ``episode`` that holds no more, and nothing else."""
+    """Body of a request to label. ``withdraws``: the id of a label of ``episode`` to withdraw, without other fields."""
 
     episode: str = Field(min_length=1, max_length=1000)
     kind: LabelKind | None = None

@@ -51,17 +51,17 @@ from openhands_rl_plugin.trajectories.view import TOKENIZER
 MOST_EXPORTED = 50 * 1024 * 1024
 MOST_EPISODES = 1000
 _UNCHANGED = "!~*'()"
-"""What ``encodeURIComponent`` leaves as it is, beside letters, digits and ``-_.``."""
+"""Characters that ``encodeURIComponent`` does not escape, in addition to letters, digits and ``-_.``."""
 REPORT = "report.html"
 _POINTS = 400
-"""Of each curve: as many as there are pixels to draw them."""
+"""The most points of a curve: as many as there are pixels."""
 _LONGEST = 64 * 1024
-"""Characters of a patch, of an error and of a grader's output."""
+"""The most characters of a patch, of an error and of a grader's output."""
 _MOST_NAMED, _LONGEST_NAME = 100, 200
 _SPARE = 160 * 1024
-"""For the names of what is left out, as long as escapes make them."""
+"""Bytes reserved for the names of omitted items, with their escapes."""
 MOST_BYTES = 8 * 1024 * 1024
-"""Of the whole file."""
+"""The most bytes of the whole file."""
 
 
 class ExportResource:
@@ -126,8 +126,10 @@ class ExportResource:
 
 
 class Answers:
-    """What a file has in place of the API, by addresses as ``static/base.mjs`` looks for them. ``start``: the address
-    of the page that the file opens with. What does not fit is named on the page."""
+    """The API responses that a report file contains, by the addresses that ``static/base.mjs`` requests.
+
+    ``start``: the address of the first page. The page names responses that do not fit.
+    """
 
     def __init__(self, title: str, start: str, most: int = MOST_BYTES) -> None:
         self._title = title

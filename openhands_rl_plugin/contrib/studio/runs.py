@@ -297,7 +297,7 @@ def _group(group: EvaluationFigures) -> JsonValue:
 
 
 def run_figures(record: RunRecord) -> JsonValue:
-    """Those of one run alone."""
+    """The figures of one run."""
     (figures,) = figures_of([record])
     return plain(json.loads(figures.model_dump_json()) if record.outcomes else {"name": record.name, "attempts": 0})
 
@@ -341,7 +341,7 @@ def details_of(row: JsonObject, longest: int = _LONGEST) -> JsonObject:
 
 
 def _logs(folder: Path, instance: str) -> list[JsonObject]:
-    """What the grader wrote in a folder of the instance's name, if there is one."""
+    """The grader's log files, from folders with the instance's name."""
     found: list[JsonObject] = []
     for place in sorted(folder.rglob("*")):
         if len(found) < 8 and place.is_file() and not place.is_symlink() and place.parent.name == instance:

@@ -1,4 +1,4 @@
-"""The studio's server: its document, its API and its modules, in a thread beside its caller."""
+"""The studio's server: its document, its API and its modules, in a thread of its caller's process."""
 
 from __future__ import annotations
 

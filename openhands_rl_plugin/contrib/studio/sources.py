@@ -99,7 +99,7 @@ class StudioSources:
         return folders[name]
 
     def names(self) -> tuple[tuple[str, ...], ...]:
-        """What there is of each kind."""
+        """The names of stores, runs, evaluations and adapters."""
         return tuple(tuple(each) for each in (self.stores, self.runs, self.evaluations, self.adapters))
 
     async def watch(self) -> None:
@@ -125,8 +125,10 @@ _TRAINING = ("trainer", "training")
 
 
 def sources_at(places: Sequence[str]) -> StudioSources:
-    """What lies there, and what comes there later. An empty folder is that of a loop which has not begun. Raises
-    ``ConfigError`` when there is no folder, and when nothing of what is in it can be shown."""
+    """The sources in these places, now and later. An empty folder counts as a loop that has not begun.
+
+    Raises ``ConfigError`` if a folder does not exist, or if nothing in it can be shown.
+    """
     sources = StudioSources()
     for where in places:
         if not is_folder(where):
@@ -141,7 +143,7 @@ def sources_at(places: Sequence[str]) -> StudioSources:
 
 
 def look(folder: Path) -> Found:
-    """What lies in a folder and, a few levels deep, in those below."""
+    """Find the sources in a folder and, a few levels deep, in its subfolders."""
     found: Found = {"stores": [], "runs": [], "evaluations": [], "adapters": []}
     for directory, files, folders in _walk(folder):
         training = set(_TRAINING) & {*directory.relative_to(folder).parts}

@@ -78,7 +78,7 @@ class OpenHandsGenerator(GeneratorInterface):
 
 
 def _sampling(asked: Mapping[str, Any]) -> dict[str, Any]:
-    """What SkyRL's ``sampling_params`` come to. Raises ``ConfigError`` for what an episode is not sampled with."""
+    """Convert SkyRL's ``sampling_params``. Raises ``ConfigError`` for a parameter that episodes do not support."""
     for name, neutral in _NEUTRAL.items():
         if (value := asked.get(name)) not in (None, neutral):
             raise ConfigError(f"generator.sampling_params: {name} = {value} cannot be honoured; leave it out")
@@ -109,7 +109,7 @@ class OpenHandsExp(BasePPOExp):
     """SkyRL's synchronous training with episodes of OpenHands."""
 
     def get_generator(self, cfg: Any, tokenizer: Any, inference_engine_client: Any) -> OpenHandsGenerator:
-        """Of the endpoint that SkyRL serves the policy at."""
+        """A generator that samples from the endpoint at which SkyRL serves the policy."""
         return OpenHandsGenerator(cfg, inference_engine_client.get_endpoint_url())
 
 

@@ -48,7 +48,7 @@ class TinkerSettings(Settings):
 
     @property
     def address(self) -> str:
-        """Of the server, without a slash at the end."""
+        """The server's URL, without a slash at the end."""
         return self.base_url or HOSTED
 
     def api_key(self) -> str:
@@ -120,7 +120,7 @@ class TinkerService:
         return RemoteAdapter(self._tinker, made, self._settings)
 
     def open(self, path: str, *, optimizer: bool) -> RemoteAdapter:
-        """With or without the moments."""
+        """Load a checkpoint, with or without the optimiser's moments."""
         kind = f"create_training_client_from_state{'_with_optimizer' if optimizer else ''}"
         with _asking(self._settings, f"load {path}"):
             return RemoteAdapter(self._tinker, getattr(self._client, kind)(path), self._settings)
@@ -139,10 +139,10 @@ class RemoteAdapter:
         self._client = client
         self._settings = settings
         self.close = weakref.finalize(self, _unload, settings, str(client.model_id))
-        """Once; also when the adapter is no longer used, and at the end of the process."""
+        """Unload the adapter, once. Also called when the object is deleted, and at the end of the process."""
 
     def forward(self, rows: Sequence[DatumRow]) -> list[list[float]]:
-        """With the loss "cross_entropy", whose value is not used."""
+        """Logprobs of each row, by the loss "cross_entropy", whose value is not used."""
         with _asking(self._settings, "compute logprobs"):
             found = self._client.forward(self._data(rows), "cross_entropy").result(_TIMEOUT)
             return [[float(value) for value in each["logprobs"].tolist()] for each in found.loss_fn_outputs]
@@ -168,7 +168,7 @@ class RemoteAdapter:
             return self._client.save_state(name).result(_TIMEOUT).path
 
     def export(self, name: str) -> bytes:
-        """By the archive's address: the client follows those of the hosted service only."""
+        """Download the adapter as an archive. Not by the client, which follows only URLs of the hosted service."""
         with _asking(self._settings, "export the adapter"):
             path: str = self._client.save_weights_for_sampler(name).result(_TIMEOUT).path
         run, _, checkpoint = path.removeprefix("tinker://").partition("/")

@@ -95,7 +95,7 @@ class TinkerTrainer(Trainer):
         return self._model
 
     def save_adapter(self, directory: Path) -> None:
-        """Fetch the adapter in PEFT's format, and note its checkpoint at the service beside it."""
+        """Download the adapter in PEFT's format, and write the address of its checkpoint into the same folder."""
         path = self._saved()
         write_adapter(self.model.export(self._new_name()), directory, base_model=self._base_model)
         write_file(directory / ORIGIN, self._origin(path, self.settings).model_dump_json(indent=1))
@@ -193,7 +193,7 @@ class TinkerTrainer(Trainer):
 
 
 class _RemotePolicy:
-    """What a trainer asks of a ``PackedModel``, from the service."""
+    """The methods of ``PackedModel`` that a trainer uses, by calls of the service."""
 
     packing = PACKED
     longest = vocabulary = sys.maxsize  # the service refuses what is too long, or not in its vocabulary
@@ -202,11 +202,11 @@ class _RemotePolicy:
     probe_tolerance = PROBE_TOLERANCE[torch.bfloat16]
 
     def __init__(self, trainer: TinkerTrainer) -> None:
-        # Or a trainer that nobody uses would keep its place at the service until the garbage collector comes by.
+        # A strong reference would keep an unused trainer at the service until the next garbage collection.
         self._trainer: TinkerTrainer = weakref.proxy(trainer)
 
     def notes(self) -> list[str]:
-        """Where it is trained."""
+        """A line for the user: the address of the service."""
         return [f"trained by the Tinker service at {self._trainer._tinker.address}"]
 
     def logprobs(
@@ -219,7 +219,7 @@ class _RemotePolicy:
         return found, -found
 
     def sequence_logprobs(self, token_ids: tuple[int, ...]) -> list[float]:
-        """Of ids 1 .. T-1."""
+        """Logprobs of ids 1 .. T-1, each given the ids before it."""
         return self._trainer.model.forward(forward_rows([token_ids]))[0]
 
     def without_adapter(self) -> AbstractContextManager[None]:
@@ -261,9 +261,9 @@ def forward_rows(sequences: Sequence[Sequence[int]]) -> list[DatumRow]:
 def averages(adapter: RemoteAdapter, item: TrainingSample) -> bool:
     """Whether the server averages over sequences and their tokens, as SkyRL's JAX back end does, or sums.
 
-    A sequence, and the same beside an equal one without advantages, have the same gradient where losses are summed, and
-    half of it where they are averaged. Their norms are compared, on an adapter of the check's own, at a learning rate
-    of 0. Raises ``TrainingError`` for another reduction; a server that reports no norms is taken to sum.
+    The check compares two gradient norms: of a sequence alone, and of a batch that adds an equal sequence with zero
+    advantages. They are equal if losses are summed; the second is half if they are averaged. It uses its own adapter,
+    at a learning rate of 0. A server that reports no norms is taken to sum. Raises ``TrainingError`` for another result.
     """
     ones = torch.ones(len(item.positions))
     norms: list[float | None] = []
@@ -271,13 +271,13 @@ def averages(adapter: RemoteAdapter, item: TrainingSample) -> bool:
         items = [item] * len(factors)
         adapter.forward_backward(gradient_rows(items, [each.old for each in items], factors, averaged=False))
         norms.append(adapter.step(0.0))
-    alone, beside = norms
-    if alone is None or beside is None or not alone:
+    alone, padded = norms
+    if alone is None or padded is None or not alone:
         return False
     for share, found in ((1.0, False), (0.5, True)):
-        if abs(beside / alone / share - 1) < 0.05:  # equal but for rounding
+        if abs(padded / alone / share - 1) < 0.05:  # equal but for rounding
             return found
-    raise TrainingError(f"the server neither sums nor averages: a batch has {beside / alone:.2f} times a gradient")
+    raise TrainingError(f"the server neither sums nor averages: a batch has {padded / alone:.2f} times a gradient")
 
 
 def write_adapter(archive: bytes, directory: Path, *, base_model: str) -> None:

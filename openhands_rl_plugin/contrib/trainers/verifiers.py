@@ -20,7 +20,7 @@ from openhands_rl_plugin.evals.runs.suites import ENDINGS, EvalTask, environment
 from openhands_rl_plugin.evals.swe.instances import read_rows
 
 FACTS = "openhands_rl"
-"""Where a trace's ``info`` has what the episode came to."""
+"""Key of a trace's ``info`` with the result of the episode."""
 
 # Of the endpoint, the task and the sampling, which verifiers sets.
 _OWN = {"base_url", "model", "base_model", "api_key_env", "suite", "temperature", "max_response_length", *OF_EPISODE}
@@ -81,7 +81,7 @@ class OpenHandsTaskData(vf.TaskData):
 
 
 class OpenHandsTask(vf.Task[OpenHandsTaskData, vf.State, vf.TaskConfig]):
-    """A task whose episode is graded by the program that plays it, in its own workspace."""
+    """A task whose episode is graded by the program that runs it, in its own workspace."""
 
     @property
     def key(self) -> str:
@@ -90,7 +90,7 @@ class OpenHandsTask(vf.Task[OpenHandsTaskData, vf.State, vf.TaskConfig]):
 
     @vf.reward
     async def episode(self, trace: vf.Trace) -> float:
-        """What the program's grading says. Raises where there was none: the trace has an error then, and no reward."""
+        """The reward by the program's grading. Raises if there is none; the trace then has an error and no reward."""
         facts = trace.info.get(FACTS)
         if facts is None:
             raise ValueError(
@@ -104,7 +104,7 @@ class OpenHandsTaskset(vf.Taskset[OpenHandsTask, OpenHandsTasksetConfig]):
     """The tasks of a suite."""
 
     def load(self) -> Iterator[OpenHandsTask]:
-        """In the suite's order."""
+        """Yield the tasks in the suite's order."""
         suite = self.config.suite
         for each in suite_tasks(suite, self.config.split, self.config.count):
             task, prompt = each.task.id, each.task.instruction or each.task.id
@@ -133,7 +133,7 @@ class OpenHandsHarness(vf.Harness[OpenHandsHarnessConfig]):
     ) -> vf.ProgramResult:
         """One episode. A failed one is an exit code with the reason, in one line; it never has a reward."""
         if not isinstance(data, OpenHandsTaskData):
-            raise ValueError("this harness plays tasks of --env.taskset.id openhands-rl-verifiers")
+            raise ValueError("this harness runs tasks of --env.taskset.id openhands-rl-verifiers")
         asked = {"base_url": endpoint, "model": ctx.model, "suite": data.suite, "token_ids": False}
         options = {**self.config.episode.model_dump(exclude_defaults=True), **asked}
         rollout = await roll_out(

@@ -1,1 +1,1 @@
-"""Learning in use: a service beside the model server that judges episodes, trains candidates and lets them in."""
+"""Learning in use: a service next to the model server that judges episodes, trains candidates and deploys them."""

@@ -86,7 +86,7 @@ def check_calibrated(settings: RLSettings) -> None:
 
 
 async def judge(settings: RLSettings, storage: TrajectoryStorage, ids: Sequence[str]) -> Judged:
-    """What is known of these episodes, which have ended without a failure. Raises what the reward raises."""
+    """Labels and rewards of these episodes, which ended without a failure. Raises the errors of the reward."""
     labels = await storage.labels(ids)
     of: dict[str, list[Label]] = defaultdict(list)
     for label in labels:
@@ -123,7 +123,7 @@ _LOOKED_AT = 4
 
 @dataclass(frozen=True)
 class Material:
-    """What a candidate could be trained on now: ``episodes``, id -> value, by ``settings``; ``because``: why so."""
+    """Training data for a candidate: ``episodes`` (id -> value), and ``settings``; ``because``: the reason for them."""
 
     settings: TrainingSettings
     episodes: Mapping[str, float]

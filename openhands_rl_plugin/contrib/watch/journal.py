@@ -24,12 +24,12 @@ _LAST = 8
 
 
 class WatchStep(StrEnum):
-    """What a line says. ``COULD_NOT`` changes nothing: the same step is tried again."""
+    """The event of a journal line. After ``COULD_NOT`` the state is unchanged, and the same step is tried again."""
 
     FROZEN = "frozen"
-    """The held-out suite is these tasks from now on."""
+    """The held-out suite is fixed to these tasks."""
     JUDGED = "judged"
-    """What is known of the new episodes, and what a round still needs."""
+    """New episodes were judged; the line has the counts, and what a round still needs."""
     GATHERED = "gathered"
     """A round begins: these episodes, this algorithm, this parent."""
     TRAINED = "trained"
@@ -38,7 +38,7 @@ class WatchStep(StrEnum):
     PASSED = "passed"
     """In older journals: the candidate passed a gate."""
     HELD = "held"
-    """A gate held the candidate back: the round ends, and what was in use stays."""
+    """A gate rejected the candidate: the round ends, and the version in use stays."""
     ADMITTED = "admitted"
     """The candidate passed the gates and is in use: the round ends."""
     ROLLED_BACK = "rolled-back"
@@ -59,8 +59,11 @@ class Entry(Frozen):
 
 
 class Round(Frozen):
-    """A candidate on its way. ``episodes``: id -> value that it is trained on; ``others``: ids that were judged, too.
-    ``latest``: the newest version number when it began. ``candidate``: its versioned name, once it is trained."""
+    """A round: one candidate, from its episodes to a decision.
+
+    ``episodes``: id -> value, for training; ``others``: ids of the other judged episodes. ``latest``: the newest
+    version number when the round began. ``candidate``: its versioned name, once trained.
+    """
 
     number: int
     algorithm: AlgorithmName
@@ -77,7 +80,7 @@ class _Measured(Frozen, extra="ignore"):
 
 @dataclass
 class State:
-    """What the journal says so far.
+    """The state after all lines of the journal.
 
     ``suite``: digest of the frozen suite, empty before. ``seen``: episodes judged when a round began, which are not
     new; ``learnt``: those that a candidate was trained on that came into use, rolled back since or not.
@@ -106,7 +109,7 @@ class Journal:
         self.file = folder / JOURNAL
 
     def read(self) -> tuple[Entry, ...]:
-        """All lines, oldest first. A half line at the end is none."""
+        """All lines, oldest first; an incomplete last line is ignored."""
         try:
             lines = self._lines()
             return tuple(map(Entry.model_validate_json, lines))
@@ -116,7 +119,7 @@ class Journal:
     def append(
         self, step: WatchStep, said: str, *, round: int = 0, adapter: str = "", figures: JsonObject | None = None
     ) -> Entry:
-        """Add a line, which is on the disk when this returns; when it raises, there is nothing of it."""
+        """Append a line durably. If this raises, no part of the line is in the journal."""
         lines, own = self._lines(), {"step": step, "round": round, "adapter": adapter, "figures": figures or {}}
         entry = Entry.model_validate({**own, "number": len(lines) + 1, "at": time.time(), "said": redact_text(said)})
         content = b"\n".join([*lines, entry.model_dump_json().encode(), b""])
@@ -184,7 +187,7 @@ def _advance(state: State, entry: Entry) -> None:
 
 
 def status_lines(journal: Journal, adapters: AdapterStore, name: str) -> list[str]:
-    """What is in use, what is under way, and the last lines. Raises ``StorageError`` for a damaged journal."""
+    """The version in use, the running round, and the last lines. Raises ``StorageError`` for a damaged journal."""
     entries = journal.read()
     state, current = state_of(entries), adapters.current(name)
     lines = [f"{name}: {current.name if current else 'the base model'} is in use"]

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 _KNOWN = json.loads(files(__package__).joinpath("products.json").read_text(encoding="utf-8"))
 BRANDS: tuple[str, ...] = tuple(_KNOWN["brands"])
-"""Common short words: a brand tells two listings apart at the cost of one token."""
+"""Common short words: a brand distinguishes two listings at the cost of one token."""
 
 _ASIN_ALPHABET = "0123456789ABCDEFGHJKMNPQRSTVWXYZ"
 _ASIN_LETTERS = 4

@@ -40,7 +40,7 @@ DETAIL_BUTTONS = (Button.DESCRIPTION, Button.FEATURES, Button.REVIEWS, Button.AT
 
 
 class Page(NamedTuple):
-    """What is shown, part by part, and which texts can be clicked."""
+    """The parts of a page, and the texts that can be clicked."""
 
     parts: tuple[str, ...]
     clickables: tuple[str, ...] = ()
@@ -67,7 +67,7 @@ def item_page(head: tuple[str, ...], product: Product, selected: Sequence[tuple[
 
 
 def detail_page(head: tuple[str, ...], product: Product, detail: Button) -> Page:
-    """One of the pages behind `DETAIL_BUTTONS`."""
+    """The page that one of `DETAIL_BUTTONS` opens."""
     about = f"{product.title} from our {product.category[0].lower()} department."
     content = {Button.DESCRIPTION: (about,), Button.REVIEWS: ("No reviews yet.",)}
     back = (Button.BACK_TO_SEARCH, Button.PREVIOUS)
