@@ -86,7 +86,7 @@ def _raise_error(where: str, data: dict[str, Any], kind: str) -> Never:
 
 
 def _output(observation: JsonValue) -> str:
-    """What a call of a tool returned, as text: the texts of the result, else its JSON, or the error."""
+    """The output of a tool call as text: the texts of the result, else its JSON, or the error."""
     error, result = json_object(observation).get("error"), json_object(observation).get("result")
     if isinstance(error, dict):
         return f"{error.get('error_type')}: {error.get('message')}"
@@ -151,7 +151,7 @@ class OpenEnvClient(BaseEnvClient):
 
     @property
     def info(self) -> EnvInfo:
-        """After ``reset`` with the tools."""
+        """The environment's info; it has the tools after ``reset``."""
         offered: list[JsonObject] = [{"type": "function", "function": function} for function in self._tools.values()]
         return replace(super().info, tools=tuple(offered))
 

@@ -58,7 +58,7 @@ class CommandReward:
 
     @property
     def workspace_command(self) -> WorkspaceCommand:
-        """What to run."""
+        """The command to run in the workspace."""
         return self.options
 
     async def __call__(self, trajectory: Trajectory) -> Score:

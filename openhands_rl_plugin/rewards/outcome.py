@@ -48,7 +48,7 @@ class ReturnReward(_Reward):
         return self._score(trajectory, reward, {**detail, "steps": steps})
 
     def from_record(self, trajectory: Trajectory, scores: Sequence[Score]) -> Score | None:
-        """Where no step had a reward, the newest judgement is the return."""
+        """If no step had a reward, use the newest judgement as the return."""
         returned = trajectory.failure is not None or trajectory.known_return is not None
         found = None if returned else newest_outcome(scores)
         if found is None or found.reward is None or any(score.reward_version == self.version for score in scores):
@@ -106,9 +106,9 @@ class SuccessBonusReward(SuccessReward):
 
 
 class RecordedReward(_Reward):
-    """The newest judgement of the outcome (``newest_outcome``), whoever made it; else the environment's return.
+    """The newest judgement of the outcome (``newest_outcome``) by any reward or person; else the environment's return.
 
-    It is read anew each time and not stored again, so that a later verdict counts.
+    It is read each time and never stored, so that a later verdict counts.
     """
 
     version = "recorded-1"

@@ -127,7 +127,7 @@ class EpisodeJournal:
 
 
 async def stored_episode(storage: TrajectoryStorage, trajectory_id: str) -> Trajectory | None:
-    """What is stored of an episode, finished or not; ``None`` where it can only be written. Raises ``StorageError``."""
+    """A stored episode, finished or not; ``None`` if unknown, or in a write-only storage. Raises ``StorageError``."""
     find: Any = getattr(storage, "find", None)
     if find is None:
         return None
@@ -136,7 +136,7 @@ async def stored_episode(storage: TrajectoryStorage, trajectory_id: str) -> Traj
 
 
 def _digest(node: Node) -> int:
-    """Of all that a host may note on a node, which is not what search does."""
+    """A hash of the node's metadata that a host may change, without that of search."""
     return hash(repr({name: value for name, value in node.metadata.items() if name != "search"}))
 
 

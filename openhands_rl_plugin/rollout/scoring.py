@@ -58,7 +58,7 @@ def refuse_labels(reward: Reward, where: str) -> None:
 
 @dataclass
 class ScoreReport:
-    """What a scoring pass did. ``unscored`` holds (trajectory id, reason); those stay without a score.
+    """The result of a scoring pass. ``unscored``: (trajectory id, reason) of episodes that stay without a score.
 
     ``withdrawn``: scores that no longer follow from the labels, and count no more.
     """
@@ -70,9 +70,9 @@ class ScoreReport:
 
 
 def known_score(reward: Reward, trajectory: Trajectory, scores: Sequence[Score]) -> Score | None:
-    """What is known of an episode without judging it: from the record, else the newest score of this version.
+    """The score of an episode without judging it: from the record, else the newest score of this version.
 
-    A reward that may follow from the scores of others has ``from_record``. What follows is read each time and never
+    A reward that derives its score from others has ``from_record``. A derived score is computed each time and never
     stored, so that a later verdict counts.
     """
     from_record = getattr(reward, "from_record", None)
@@ -215,7 +215,7 @@ async def _by_task(storage: TrajectoryStorage, where: TrajectoryFilter) -> list[
 
 
 _BEHIND = "label"
-"""In the detail of a score by hand: the id of the verdict behind it."""
+"""Key in the detail of a score by hand: the id of the verdict that it comes from."""
 
 
 def check_judged(*attempts: Trajectory) -> None:

@@ -1,7 +1,7 @@
 """Episodes over text, and clients of servers with ``/reset`` and ``/step``: JSON over HTTP, each request sent once.
 
 Every failure is a typed error. An unreachable, slow or failing server raises ``InfrastructureError``; an answer that
-violates the protocol raises ``BadEnvironmentError``. Whoever runs an episode repeats it, as a whole.
+violates the protocol raises ``BadEnvironmentError``. The runner repeats the whole episode.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from openhands_rl_plugin.core.types import Frozen, JsonObject, Message, Observat
 from openhands_rl_plugin.environments.http.react import ParsedAction, parse_plain, parse_react
 
 MOST_BYTES = 4 * 1024 * 1024
-"""Of a response."""
+"""The most bytes of a response."""
 _EXCERPT_CHARACTERS = 200
 
 
@@ -53,7 +53,7 @@ class EpisodeOptions(Frozen):
 
 
 class HttpEnvironmentOptions(EpisodeOptions):
-    """How an environment server is reached, too.
+    """``TextOptions``, and how to reach an environment server.
 
     ``api_key_env`` names the environment variable with the server's key, for one that asks for it."""
 
@@ -129,12 +129,12 @@ class ServerAnswer(BaseModel):
             field = ".".join(str(part) for part in first["loc"][:3])
             raise BadEnvironmentError(f"{path} answered a wrong '{field}': {first['msg']}") from invalid
         if path == "/step" and (missing := {"reward", "done"} - answer.keys()):
-            raise BadEnvironmentError(f"{path} answered no '{min(missing)}': answer 'reward' and 'done' beside 'state'")
+            raise BadEnvironmentError(f"{path} answered no '{min(missing)}': answer 'reward' and 'done' with 'state'")
         return read
 
     @property
     def shown(self) -> tuple[object, ...]:
-        """What a repeated action has to give again; ``info`` and sessions may differ."""
+        """The fields that a replayed action must reproduce; ``info`` and sessions may differ."""
         return self.state, self.reward, self.done, self.truncated
 
 

@@ -107,7 +107,7 @@ class Dialect:
 
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 MOST_CHARACTERS = 65_536
-"""Of a result."""
+"""The most characters of a result."""
 
 
 class ToolBase(ABC):
@@ -153,7 +153,7 @@ class ThinkTool(ToolBase):
     private = True
 
     async def call(self, arguments: JsonObject) -> str:
-        """Acknowledge."""
+        """Return a short confirmation; the thought is already in the context."""
         return "noted"
 
 
@@ -194,7 +194,7 @@ def load_tool(name: str) -> ToolBase:
 
 
 def validators(tools: Sequence[ToolBase]) -> dict[str, Draft202012Validator]:
-    """What checks the arguments of each tool, by name.
+    """Validators of the arguments of each tool, by name.
 
     Raises ``ConfigError`` for invalid or duplicate names and for an invalid JSON Schema.
     """
@@ -321,7 +321,7 @@ class ToolEnvironment:
 
     @property
     def info(self) -> EnvInfo:
-        """With the tools in the requests to the model server."""
+        """The environment's info, with the tools that requests to the model server contain."""
         return EnvInfo(tools=self._dialect.offered(self._schemas))
 
     async def reset(self, task: Task) -> Observation:
@@ -378,7 +378,7 @@ class ToolEnvironment:
         self._open = False
 
     async def _result(self, call: ToolCall) -> str:
-        """What the model is shown of a call. Raises ``CaughtFailure`` when a tool's infrastructure failed."""
+        """The observation of a call. Raises ``CaughtFailure`` if a tool's infrastructure failed."""
         try:
             text = await self._executed(call)
         except _CallError as error:

@@ -1,7 +1,7 @@
-"""Fast copies of a workspace directory, for search, which tries out commands in many of them.
+"""Fast copies of a workspace directory, for search, which tries commands in many of them.
 
-The methods in order of preference: a mount that holds only the changes (``overlay``), whose support is tested once per
-file system, and a ``copy``, whose files share their blocks until one is written where the file system can (btrfs, xfs).
+The methods, in order of preference: an ``overlay`` mount, which holds only the changes (support is tested once per file
+system), and a ``copy``. On btrfs and xfs, copied files share their blocks until one is written.
 
 A copy by overlay shows the original below its own changes, so the original must not change while the copy is in use.
 Its mount lives in a namespace of the sandbox and always ends with it. Renaming a directory of the original fails with
@@ -29,7 +29,7 @@ from openhands_rl_plugin.environments.workspace.sandbox import (
 ForkMethod = Literal["overlay", "copy"]
 
 FORK_SECONDS = 30.0
-"""For one copy of a workspace."""
+"""Time limit for one copy of a workspace."""
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,9 @@ def fork_tree(
     overlay: bool = True,
     live: bool = False,
 ) -> Tree:
-    """A copy of ``source`` below ``into``, an existing empty directory of the caller. Blocks. ``overlay``: where
-    one can be mounted, else a copy; ``live``: as in ``copy_tree``, which raises the same.
+    """Make a copy of ``source`` in ``into``, an existing empty directory of the caller. Blocks.
+
+    ``overlay``: mount an overlay if that is possible; ``live``: as in ``copy_tree``, which raises the same errors.
     """
     target = into / "workspace"
     target.mkdir()
@@ -80,10 +81,10 @@ def copy_tree(
 ) -> None:
     """Copy the content of ``source``, except the names ``leave_out``, to ``target``: with modes, times and attributes.
 
-    Symbolic links are copied, not followed. Files share their blocks until one is written where the file system can.
-    ``live``: processes of a session may put a link in a folder's place meanwhile; it then leads nowhere, because the
-    copying sees nothing else of the host, and owners are not kept. Raises ``BadEnvironmentError`` where what is there
-    cannot be copied, or takes more than ``seconds``, and ``InfrastructureError``.
+    Symbolic links are copied, not followed. Where the file system can, files share blocks until one is written.
+    ``live``: processes of the session still run, and may replace a folder by a link. So the copy runs in a sandbox that
+    shows nothing else of the host, and owners are not kept. Raises ``BadEnvironmentError`` if the content cannot be
+    copied, or not within ``seconds``, and ``InfrastructureError``.
     """
     try:
         names = set(os.listdir(source))
@@ -116,6 +117,6 @@ def copy_tree(
     if done.returncode:
         lines = done.stderr.decode("utf-8", "replace").strip().splitlines() or [f"exit status {done.returncode}"]
         full = lines[-1].endswith(os.strerror(errno.ENOSPC))
-        # Other programs than cp print where the sandbox, or cp in it, does not start.
+        # If the sandbox or cp does not start, the message is another program's.
         kind = BadEnvironmentError if lines[0].startswith("cp: ") and not full else InfrastructureError
         raise kind(f"copying the workspace failed: {lines[-1][:300]}")

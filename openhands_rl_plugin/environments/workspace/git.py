@@ -1,8 +1,8 @@
-"""Starts git, which nothing else does: in a sandbox, and without any settings but those that are given here.
+"""The only place that starts git: in a sandbox, and only with the settings given here.
 
 A repository can make git execute commands (hooks, ``core.fsmonitor``, filters, ``include.path``, ``gpg.program``, ...),
-and whoever worked in it may have put them there. So git reads an empty file in place of the repository's settings, none
-of the user's and the system's, and sees nothing else of this machine.
+and an agent that worked in it may have added some. So git reads an empty file instead of the repository's settings, no
+settings of the user or the system, and sees nothing else of this machine.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from openhands_rl_plugin.environments.workspace.processes import Ended, checked
 from openhands_rl_plugin.environments.workspace.sandbox import find_bubblewrap, sandboxed, search_path
 
 REPOSITORY, WORK, OTHER = "/tmp/git", "/tmp/work", "/tmp/other"
-"""Where a sandbox shows the git directory, the work tree, and another folder."""
+"""Paths inside the sandbox: of the git directory, the work tree, and another folder."""
 
 _MEMORY_KIB = 8 * 1024**2
 _LARGEST, _LARGEST_HISTORY = 512 * 1024**2, 32 * 1024**3
@@ -37,7 +37,7 @@ _SETTINGS = {
 
 
 class GitCommand(NamedTuple):
-    """A command line, the only variables that it is to be started with, and the seconds that it may take."""
+    """A command line, all its environment variables, and its time limit in seconds."""
 
     words: list[str]
     variables: dict[str, str]
@@ -129,14 +129,14 @@ def git_command(
 
 
 def run_git(command: GitCommand, stdin: bytes = b"") -> bytes:
-    """What a command printed. Raises ``OSError`` where it cannot be started, and ``subprocess.SubprocessError``."""
+    """Run a command and return its output. Raises ``OSError`` if it does not start, ``subprocess.SubprocessError``."""
     return subprocess.run(
         command.words, input=stdin, capture_output=True, env=command.variables, timeout=2 * command.seconds, check=True
     ).stdout
 
 
 async def checked_git(command: GitCommand, what: str, given: bytes | None = None) -> Ended:
-    """The command, ended. Raises ``InfrastructureError`` where it fails."""
+    """Run a command. Raises ``InfrastructureError`` if it fails."""
     return await checked(command.words, what, variables=command.variables, given=given, timeout=command.seconds)
 
 

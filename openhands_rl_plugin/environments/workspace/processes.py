@@ -1,6 +1,6 @@
 """Runs programs to their end, with a time limit; no process is left behind when anything fails.
 
-Control groups (version 2) bound processes and memory of a session, for root too. A group is made beside or below this
+Control groups (version 2) bound processes and memory of a session, for root too. A group is made next to or below this
 process's own, where this user may: as root, or where systemd delegated the place.
 """
 

@@ -1,4 +1,4 @@
-"""Records the files of a workspace in a git repository beside it, compares them with that record, and restores them.
+"""Records the files of a workspace in a separate git repository, compares them with that record, and restores them.
 
 It is executed in a sandbox by the standard library alone: ``python -I -S -c <text> REQUEST``. ``REQUEST`` is JSON:
 ``{"do": "remember" | "changes" | "restore", "root", "protected": [pattern], "tree"}`` with the most ``files``
@@ -26,7 +26,7 @@ ATTRIBUTES = "* !diff !filter !text !eol !ident !working-tree-encoding\n"
 
 
 def git(*words: str, names: list[bytes] | None = None, codes: tuple[int, ...] = (0,), program=("git",)) -> bytes:
-    """What git prints; ``names`` are its input."""
+    """Run git with ``names`` as input, and return its output."""
     given = b"".join(name + b"\0" for name in names or ())
     done = subprocess.run([*program, *words], input=given, stdout=subprocess.PIPE, check=False)
     if done.returncode not in codes:
@@ -67,7 +67,7 @@ class Files:
                 sys.exit(f"the workspace has more than {most} files")
 
     def seen(self, known: set[bytes], protected: list[str]) -> list[bytes]:
-        """Those that git does not ignore, that are ``known``, or protected."""
+        """The names that git does not ignore, that are ``known``, or that are protected."""
         # A name that begins with a colon would have another meaning.
         names = [b"./" + name for name in self.found]
         printed = git("check-ignore", "--no-index", "-z", "--stdin", names=names, codes=(0, 1))

@@ -63,7 +63,7 @@ _ETC = (
 )
 _JAVA = "java-"
 _MOST_BYTES = _MEBIBYTE
-# Of an installation: beside these lie pip's and conda's settings, and a prefix may be a whole home.
+# Only these parts are shown: a prefix also holds pip's and conda's settings, and may be a whole home.
 OF_A_PREFIX = ("bin", "include", "lib", "lib64", "libexec", "pyvenv.cfg", "share", "ssl")
 """The parts of an installation of Python or conda that hold programs and libraries."""
 _OWN = Path(__file__).resolve().parents[2]
@@ -261,7 +261,7 @@ def _part(prefix: str, name: str) -> tuple[str, ...]:
 
 
 def installed_parts(prefix: Path) -> list[Path]:
-    """Those files and folders of an installation that hold programs and libraries."""
+    """The existing parts of an installation that hold programs and libraries."""
     return [prefix / name for name in OF_A_PREFIX if (prefix / name).exists()]
 
 
@@ -275,8 +275,10 @@ class Overlay:
     target: Path
 
     def mounting(self, *, read_only: bool = False) -> list[str]:
-        """The command that makes the mount in a namespace of its own and then executes its arguments. A read-only view
-        may be mounted beside a writable one."""
+        """The command that mounts the overlay in a new namespace and then executes its arguments.
+
+        A read-only view may be mounted at the same time as a writable one.
+        """
         # Without root the mount needs a user namespace, in which this user's files belong to root.
         user = () if os.geteuid() == 0 else ("--user", "--map-root-user")
         layers = f"lowerdir={self.lower},upperdir={self.upper},workdir={self.work}"

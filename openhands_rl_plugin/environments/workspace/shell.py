@@ -40,9 +40,9 @@ _MOST_ERRORS = 65536
 # The supervisor comes compiled, because that takes as long as Python takes to start.
 _PROGRAM = "import marshal, sys; code, setup = marshal.load(sys.stdin.buffer); exec(code); main(setup)"
 MAX_FILE_BYTES = 10 * 1024 * 1024
-"""Of a session's file that is read or edited."""
+"""The most bytes of a session's file that is read or edited."""
 MAX_LISTED = 20_000
-"""Names of a listing."""
+"""The most names of a listing."""
 MOST_OUTPUT = 16_000
 """Bytes of the output of a command that judges a workspace."""
 _HOST_VARIABLES = ("LANG", "LC_ALL", "LC_CTYPE", "TZ", "USER", "LOGNAME")
@@ -229,7 +229,7 @@ class _Started:
         threading.Thread(target=self._listen, name="rl-sandbox", daemon=True).start()
 
     def ask(self, do: str, patience: float | None, given: Mapping[str, object]) -> Any:
-        """What the supervisor found. Raises ``OSError`` with its reason, and ``SandboxEndedError``."""
+        """Send a request to the supervisor and return its result. Raises ``OSError`` and ``SandboxEndedError``."""
         number = next(self._numbers)
         self._waiting[number] = Future()
         self.send(json.dumps({"id": number, "do": do, **given}).encode() + b"\n")

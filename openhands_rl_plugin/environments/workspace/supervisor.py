@@ -113,7 +113,7 @@ class Supervisor:
         self.selector.register(wake, selectors.EVENT_READ, self.reap)
 
     def serve_all(self) -> None:
-        """Until the end of stdin."""
+        """Serve requests until stdin ends."""
         while not self.closed:
             left = None if self.deadline is None else max(0.0, self.deadline - time.monotonic())
             for key, _ in self.selector.select(left):
@@ -170,7 +170,7 @@ class Supervisor:
         return {"cwd": self.cwd, "processes": sorted(names)}
 
     def signal_command(self, how: int) -> None:
-        """To the command that runs, and to what it started in the foreground."""
+        """Signal the running command and its foreground processes."""
         with contextlib.suppress(ProcessLookupError):
             if self.shell:
                 os.killpg(self.shell, how)
@@ -314,7 +314,7 @@ def hold(on: bool) -> None:
 
 
 def end_everything() -> None:
-    """Without a sandbox: all processes whose parents ended have become this one's."""
+    """Kill all processes, without a sandbox: orphans have become children of this process."""
     with contextlib.suppress(ChildProcessError):
         while True:
             with open(f"/proc/self/task/{os.getpid()}/children") as file:

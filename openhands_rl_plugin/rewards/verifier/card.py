@@ -159,7 +159,7 @@ class VerifierReport(Frozen):
     selection: tuple[SelectionRates, ...]
 
     def as_floats(self) -> dict[str, float]:
-        """For an adapter's manifest."""
+        """The figures as floats, for an adapter's manifest."""
         found = {"episodes": self.episodes, "tasks": self.tasks, "successes": self.successes, "brier": self.brier}
         auc = {"auc": self.auc.mean} if self.auc is not None and self.auc.mean is not None else {}
         return {f"held_out_{name}": float(value) for name, value in {**found, **auc}.items()}

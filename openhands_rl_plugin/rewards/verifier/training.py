@@ -118,7 +118,7 @@ def _settings_of(directory: Path, card: VerifierCard) -> TrainingSettings:
 async def verifier_data(
     job: TrainingJob, storage: TrajectoryStorage, where: TrajectoryFilter | None = None
 ) -> VerifierDataset:
-    """What ``train_verifier`` trains on: episodes of all policies, labelled as ``[rl.verifier]`` says.
+    """The data of ``train_verifier``: episodes of all policies, labelled by ``[rl.verifier]``.
 
     No task that the job's ``parent`` was trained on is held out. Raises ``ConfigError``, and as ``verifier_dataset``.
     """
@@ -135,7 +135,7 @@ async def verifier_data(
 def train_verifier(
     job: TrainingJob, dataset: VerifierDataset, *, on_note: Callable[[str], None] = lambda _: None
 ) -> tuple[Adapter | None, Probe]:
-    """``train_policy`` on the labels, with a card and a report beside the version.
+    """Run ``train_policy`` on the labels, and write a card and a report into the version's folder.
 
     Each of the job's ``ranks`` scores a shard of the held-out episodes. Raises ``TrainingError``, ``StorageError``.
     """

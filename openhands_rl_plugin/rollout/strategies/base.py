@@ -41,7 +41,7 @@ class SearchStrategy[O: SearchOptions](ABC):
     Parts: ClassVar = {"value": "values"}
     name: ClassVar[str]
     selects: ClassVar[bool] = True
-    """What is acted on was chosen from several samples of the policy, and so is no sample of it."""
+    """Whether actions are chosen from several samples, so that they are not distributed as the policy's."""
     needs_forks: ClassVar[bool] = False
 
     def __init__(
@@ -122,7 +122,7 @@ class SearchStrategy[O: SearchOptions](ABC):
         return await self.choose(search)
 
     async def _without_search(self, search: Search) -> int:
-        """What is known already, or one plain completion."""
+        """The best known candidate, or else one plain completion."""
         known = self.favourite(search)
         if known is not None:
             return known
@@ -199,7 +199,7 @@ class BestOfNStrategy(SearchStrategy[BestOfNOptions]):
 
 
 def _drawn(search: Search, candidates: Sequence[int], source: random.Random) -> int:
-    """One of them, each as likely as it was sampled often."""
+    """Draw a candidate with a probability proportional to how often it was sampled."""
     nodes = search.tree.nodes
     times = [1 + times_merged(notes(nodes[at])) for at in candidates]
     return source.choices(candidates, times)[0]

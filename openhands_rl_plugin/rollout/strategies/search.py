@@ -222,11 +222,11 @@ class ForkPool:
         self._changed.set()
 
     def take(self, state: int | None) -> Environment:
-        """What is kept at ``state``; it belongs to the caller now, as does its place."""
+        """Remove and return the environment at ``state``. The caller must close it and free its slot."""
         return self._kept.pop(state)
 
     async def close(self) -> None:
-        """Close all that is kept; returns when no close is under way."""
+        """Close all kept environments; returns when every close has ended."""
         while self._kept:
             self.end(self._kept.popitem(last=False)[1])
         await shielded(asyncio.gather(*self._closing))
@@ -319,12 +319,12 @@ class Search:
 
     @property
     def spent(self) -> tuple[dict[str, float], dict[str, float]]:
-        """What this turn has spent, and all turns of the episode together, by the names of a budget's bounds."""
+        """Spending of this turn, and of all turns of the episode, by the names of a budget's bounds."""
         turn = {**self._counts, "seconds": round(time.monotonic() - self._began, 6)}
         return turn, {what: count + self._before.get(what, 0) for what, count in turn.items()}
 
     def _left(self, *wanted: str) -> Iterator[tuple[str, str, float]]:
-        """Of the bounds ``wanted`` of both budgets: the name in reports, which one it is, and what is left."""
+        """Yield for each bound ``wanted`` of both budgets: its name in reports, its key, and the remainder."""
         budgets = ("", self.options.turn_budget), ("episode ", self.options.episode_budget)
         for (prefix, budget), spent in zip(budgets, self.spent, strict=True):
             for what in wanted:

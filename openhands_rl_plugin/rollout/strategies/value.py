@@ -53,10 +53,10 @@ class ValueFunction(Protocol):
 
 
 async def value_after(value: ValueFunction, search: Search, action: int, state: int) -> ValueEstimate | None:
-    """What is expected beyond the rewards that were seen, at ``state``, to which ``action`` led.
+    """The expected future return at ``state``, which ``action`` reached, without the rewards so far.
 
-    Nothing where the episode has ended, unless that is judged, once; its fork is closed. ``None`` where there is no
-    estimate; the log says why.
+    At an episode's end it is 0, unless the value function judges ends, once; the fork is then closed. ``None`` if there
+    is no estimate; the log has the reason.
     """
     node, judge_end = search.tree.nodes[action], getattr(value, "estimate_end", None)
     over, known = ended(node), notes(node).get("worth_of_end")
@@ -75,7 +75,7 @@ async def value_after(value: ValueFunction, search: Search, action: int, state: 
 
 
 class NoValue:
-    """Nothing is expected beyond the rewards that were seen."""
+    """A value function that expects no future return."""
 
     Options = StrictOptions
     name = "none"
@@ -85,7 +85,7 @@ class NoValue:
         """There are no options."""
 
     async def estimate(self, search: Search, state: int) -> ValueEstimate:
-        """Always 0."""
+        """Return 0."""
         return ValueEstimate(0.0)
 
 
@@ -148,7 +148,7 @@ class ModelValue:
         return ValueEstimate(0.5 if probability is None else probability)
 
     async def estimate_end(self, search: Search, state: int) -> ValueEstimate | None:
-        """Where the world gives rewards, they are what the end is worth; else as for any other state."""
+        """0 if the environment emits rewards, which already count; else as for any other state."""
         return ValueEstimate(0.0) if search.gives_rewards else await self.estimate(search, state)
 
     def _probability(self, answer: Completion) -> float | None:
@@ -284,13 +284,15 @@ class VerifierValueOptions(StrictOptions):
 
     @property
     def verifier_options(self) -> JsonObject:
-        """What the reward is built from; the registry reads it."""
+        """The options of the verifier reward; the registry validates them."""
         return dict(self.model_extra or {})
 
 
 class VerifierValue:
-    """A verifier's score of the episode up to a state. It reads the conversation, so no fork is needed; states that are
-    judged together, as the candidates of a turn are, share the computation of their common prefix.
+    """A verifier's score of the episode up to a state.
+
+    It reads the conversation and needs no fork. States that are judged together, such as a turn's candidates, share the
+    computation of their common prefix.
     """
 
     Options = VerifierValueOptions
@@ -307,7 +309,7 @@ class VerifierValue:
         return None if score is None else ValueEstimate(score - earned(search, state))
 
     async def estimate_end(self, search: Search, state: int) -> ValueEstimate | None:
-        """Where the environment has given a reward, that is what the end is worth; else as for any other state."""
+        """0 if the environment has given a reward, which already counts; else as for any other state."""
         return ValueEstimate(0.0) if earned(search, state) else await self.estimate(search, state)
 
 
