@@ -17,7 +17,7 @@ from openhands_rl_plugin.session.client_sessions import GatewayConfig
 from openhands_rl_plugin.session.gateway import running_gateway
 
 _SECONDS = 10.0
-"""For a command to end, when its recording is cancelled."""
+"""Time for a command to end after its recording is cancelled."""
 _KEYS = ("OPENAI_API_KEY", "LLM_API_KEY", "ANTHROPIC_API_KEY")
 
 

@@ -116,7 +116,7 @@ def _argument(name: str, schema: Mapping[str, Any], required: bool) -> str:
 
 
 def _with_suffix(content: Any, suffix: str) -> Any:
-    """Of a text, or of a list of parts."""
+    """Append ``suffix`` to a message content, which is a text or a list of parts."""
     if isinstance(content, str):
         return content + suffix
     *before, last = content

@@ -105,8 +105,8 @@ def task_attempts(
 ) -> tuple[RLSettings, list[tuple[EpisodeRequest, HostOptions]]]:
     """The attempts at one task in a folder, for ``local_runner`` with these settings, which name the model.
 
-    Several are a group: each has a copy of the folder, ``FOLDER-attempt-1`` and so on beside it. Raises ``RLError`` for
-    settings that cannot be used, a model server that is away or does not serve the model, and a strategy that cannot
+    Several form a group: each has a copy of the folder, ``FOLDER-attempt-1`` and so on next to it. Raises ``RLError``
+    for invalid settings, a model server that is unreachable or does not serve the model, and a strategy that cannot
     search here.
     """
     os.environ.update({"LOG_LEVEL": "WARNING", **_QUIET, **os.environ})
@@ -191,11 +191,11 @@ _LONGEST_LINE = 10_000
 
 type Outcome = tuple[Any, RLError | None]
 type Given = tuple[RLSettings, HostOptions, bool]
-"""What a worker makes its runner of; and whether the pool has a storage."""
+"""Settings and options for a worker's runner, and whether the pool has a storage."""
 
 
 async def outcome(work: Awaitable[Any]) -> Outcome:
-    """What ``work`` returns, or the error that it raises, of a class that pickle can carry."""
+    """The result of ``work``, or its error, of a class that can be pickled."""
     try:
         with boundary(FailureKind.INFRASTRUCTURE, "worker"):
             return await work, None

@@ -1,8 +1,9 @@
-"""What people see of a store: lists and figures of episodes, one episode, and why its turns do not extend each other
-(drift); tables, text and progress bars on a terminal. Reads only; needs no plugin.
+"""Views of a store for people: lists and figures of episodes, one episode, and drift, on a terminal.
 
-What a model or a tool wrote is shown, never obeyed: control sequences become visible. Bars are on stderr, and only
-where that is a terminal.
+Drift is why the tokens of a turn are no prefix of the next prompt, which costs training time; see ``breaks_of`` and
+``Cause``. Reads only; needs no plugin.
+
+Control sequences in texts of a model or a tool are escaped. Progress bars go to stderr, if it is a terminal.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ _WIDTH_OF_FILES = 200
 
 
 def console() -> Console:
-    """Where commands print: colours only on a terminal, and lines as long as they are where it is none."""
+    """The console of all commands: colours and wrapped lines only on a terminal."""
     return Console(highlight=False, markup=False, emoji=False, width=None if sys.stdout.isatty() else _WIDTH_OF_FILES)
 
 
@@ -129,7 +130,7 @@ TOKENIZER = "tokenizer.json"
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
-    """Of a folder's ``tokenizer.json``, or of that file. Raises ``RLError``."""
+    """Load a ``tokenizer.json``, given the file or its folder. Raises ``RLError``."""
     with from_extra("train", "tokenizers"):
         from tokenizers import Tokenizer
     file = folder / TOKENIZER if folder.is_dir() else folder
@@ -140,10 +141,10 @@ def load_tokenizer(folder: Path) -> Tokenizer:
 
 
 _WINDOW = 1024
-"""How far behind the first difference the texts may meet again, in tokens."""
+"""How many tokens after the first difference to search for equal ids again."""
 _MEETS_AFTER = 4
 _FEW = 3
-"""So many ids at the end of an answer are an end token and what templates put around it."""
+"""A difference of at most this many ids at a completion's end is an end token and its template text."""
 MOST_EXAMPLES = 5
 _LONGEST_TEXT = 60
 
@@ -197,9 +198,9 @@ class Difference(NamedTuple):
 
 
 class Break(NamedTuple):
-    """A sampled ``node`` whose prompt does not extend the context up to ``previous``, the turn before.
+    """A drift: the prompt of the sampled ``node`` does not extend the context up to ``previous``, the turn before.
 
-    ``repeated`` counts the tokens that were in the context before and have to be processed again.
+    ``repeated``: how many tokens of the earlier context have to be processed again.
     """
 
     node: int
@@ -211,7 +212,7 @@ class Break(NamedTuple):
 
 
 class AnswerSpan(NamedTuple):
-    """Where in a context the answer of ``node`` stands, and where its part of the prompt begins."""
+    """The span of the completion of ``node`` in a context, and the start of its part of the prompt."""
 
     node: int
     prompt: int
@@ -220,9 +221,9 @@ class AnswerSpan(NamedTuple):
 
 
 def breaks_of(trajectory: Trajectory, decode: Decode | None = None) -> Iterator[Break]:
-    """Every break of an episode, in all of its branches, in the order of the nodes.
+    """All breaks of an episode, in all its branches, in the order of the nodes.
 
-    ``decode`` tells a difference of tokens from one of text.
+    With ``decode``, equal text in other tokens is a separate cause.
     """
     nodes, acted = trajectory.nodes, trajectory.acted()
     for index, node in enumerate(nodes):
@@ -272,19 +273,19 @@ def context_of(trajectory: Trajectory, leaf: int) -> tuple[tuple[int, ...], list
 
 
 def difference_of(context: Sequence[int], prompt: Sequence[int]) -> Difference:
-    """The first place where ``prompt`` leaves ``context``, and where they meet again."""
+    """The first difference of ``prompt`` and ``context``, and where they are equal again."""
     at = len(list(takewhile(bool, map(eq, context, prompt))))
     before, after = tuple(context[at : at + _WINDOW]), tuple(prompt[at : at + _WINDOW])
     for one, other, size in SequenceMatcher(None, before, after, autojunk=False).get_matching_blocks():
         whole, ends = one + size == len(before), other + size == len(after)
-        # Every prompt has the same end, so a match that ends with it says nothing.
+        # All prompts have the same end, so a match at the end is no evidence.
         if size and (whole or (size >= _MEETS_AFTER and not ends)):
             return Difference(at, before[:one], after[:other], True)
     return Difference(at, before, after, False)
 
 
 def _cause(answer: Node, span: AnswerSpan, difference: Difference) -> Cause:
-    """The first difference lies in ``answer``, or in its part of the prompt."""
+    """The cause of a break whose first difference is in ``answer``, or in its part of the prompt."""
     at, removed, inserted, meets = difference
     left, text, calls = span.end - at, answer.message.content or "", answer.message.tool_calls
     if at < span.start:
@@ -365,7 +366,7 @@ def _example(identity: str, found: Break, decode: Decode | None) -> str:
 
 
 def _shown(ids: Sequence[int], decode: Decode | None) -> str:
-    """Their text where there is a tokenizer, else how many they are."""
+    """The text of the ids if there is a tokenizer, else their count."""
     text = f"{len(ids)} ids" if decode is None else decode(ids)
     return text if len(text) <= _LONGEST_TEXT else f"{text[: _LONGEST_TEXT - 1]}…"
 
@@ -380,8 +381,10 @@ _NAMES = {"token_ids": "token ids"}
 
 
 class Notes(NamedTuple):
-    """What the figures need of an episode beside its summary: what its answers lack for training, by cause; how many
-    segments it has; and what people and verifiers say of it."""
+    """Facts of an episode for the figures, in addition to its summary.
+
+    ``gaps``: what its completions lack for training, by cause; the number of segments; scores of people and verifiers.
+    """
 
     gaps: Counter[str]
     segments: int
@@ -389,8 +392,10 @@ class Notes(NamedTuple):
 
 
 async def notes_in(storage: TrajectoryStorage, where: TrajectoryFilter) -> dict[str, Notes]:
-    """Id -> the notes. Nodes are made only where the columns say that something is missing, or of several segments:
-    these may be those of answers that a search did not choose."""
+    """Id -> the notes. Reads nodes only of episodes with missing data or several segments, by the columns.
+
+    Several segments may come from completions that a search did not choose.
+    """
     columns = await storage.columns(where)
     scores, rows = await storage.scores(columns.ids), [*zip(columns.ids, columns.segments, columns.whole, strict=True)]
     notes = {each: Notes(Counter(), segments, opinions(scores.get(each, ()))) for each, segments, _ in rows}
@@ -402,7 +407,7 @@ async def notes_in(storage: TrajectoryStorage, where: TrajectoryFilter) -> dict[
 
 
 def lacks_of(trajectory: Trajectory) -> dict[int, tuple[str, ...]]:
-    """Sampled node -> what training misses in it, and why; only those that lack something."""
+    """Sampled node -> what it lacks for training, and why; only for nodes that lack something."""
     lacks: dict[int, tuple[str, ...]] = {}
     with_secret: set[int] = set()
     for index, node in enumerate(trajectory.nodes):
@@ -492,9 +497,11 @@ def mean_of(values: Sequence[float]) -> Estimate:
 async def rewarded_by(
     storage: TrajectoryStorage, where: TrajectoryFilter, reward: str
 ) -> AsyncIterator[TrajectorySummary]:
-    """What ``where`` finds when the newest scores of ``reward`` are the rewards: bounds and the order of rewards look
-    at them. They have no return, which would be another reward. All scores of what the other conditions find are read,
-    and ``where`` has no page. Raises ``StorageError``."""
+    """Yield the matches of ``where``, with the newest score of ``reward`` as the reward of each episode.
+
+    Bounds and the order of rewards use these scores. The summaries have no return, which is another reward. It
+    reads the scores of all episodes that match the other conditions; ``where`` has no page. Raises ``StorageError``.
+    """
     by_reward = where.sort is TrajectoryOrder.REWARD
     stored = {"sort": TrajectoryOrder.STORED, "descending": False} if by_reward else {}
     summaries = [each async for each in storage.summaries(without_rewards(where).model_copy(update=stored))]
@@ -517,7 +524,7 @@ async def rewarded_by(
 async def page_of(
     storage: TrajectoryStorage, where: TrajectoryFilter, reward: str | None = None
 ) -> tuple[list[TrajectorySummary], int]:
-    """The page that ``where`` asks for, by the scores of ``reward`` if one is named; and how many match in all."""
+    """The page of ``where``, by the scores of ``reward`` if it is set, and the count of all matches."""
     if reward is None:
         return [each async for each in storage.summaries(where)], await storage.count(where)
     whole = where.model_copy(update={"limit": None})
@@ -526,7 +533,7 @@ async def page_of(
 
 
 def without_rewards(where: TrajectoryFilter) -> TrajectoryFilter:
-    """``where`` without what looks at rewards."""
+    """``where`` without bounds and order of rewards."""
     return where.model_copy(update={"reward_at_least": None, "reward_at_most": None})
 
 
@@ -584,7 +591,7 @@ def short_ids(ids: Sequence[str]) -> list[str]:
 
 
 def _when(seconds: float) -> str:
-    """Date and time of this place; imported episodes may have none (0), or one that is no date."""
+    """Local date and time; imported episodes may have none (0), or an invalid one."""
     try:
         return datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M:%S") if seconds else "-"
     except (ValueError, OverflowError, OSError):
@@ -606,7 +613,7 @@ class Turn(Node):
 
     ``turn`` counts the sampled nodes above and ``segment`` the runs of turns that extend each other, both from 1; they
     are ``None`` where nothing was sampled, and ``segment`` also where there are no token ids. ``segment_cause``: why
-    one begins here. ``kind``: a message of the episode, or of what was asked beside it, such as a condensation.
+    one begins here. ``kind``: a turn, or a side request such as a condensation.
 
     ``search``: what a search noted, such as ``merged`` (so many equal answers were taken for this one), ``dropped``
     (why the branch was given up) and ``report`` (what the decision for this answer cost). ``temperature`` is the one

@@ -1,4 +1,4 @@
-"""What both hosts share of litellm: the requests that OpenHands makes for it, its answers and its errors.
+"""Code on litellm that both hosts share: OpenHands' requests for it, its responses and its errors.
 
 A session answers in litellm's place. The arguments of the call become the body of a request, the document that the
 session returns becomes litellm's response, and an error of the model server becomes litellm's exception.
@@ -68,7 +68,7 @@ _MALFORMED += ("LLMMalformedActionError", "LLMNoActionError", "LLMResponseError"
 
 
 def malformed(errors: ModuleType) -> tuple[type[Exception], ...]:
-    """What OpenHands, of whose errors this is the module, raises for an answer of the model that it cannot parse.
+    """The exceptions that OpenHands raises for a completion that it cannot parse. ``errors``: its module of errors.
 
     V0's controller reports all but the first to the model; that one ends the session.
     """
@@ -84,9 +84,9 @@ _NO_TIMEOUT = 600.0  # litellm's own, where OpenHands sets none
 
 
 def answered(complete: Complete, asked: Mapping[str, Any]) -> ModelResponse:
-    """What litellm would return for the arguments ``asked``; ``complete`` answers the request.
+    """Call ``complete`` with litellm's arguments ``asked``, and return its response as litellm would.
 
-    An error of the model server is raised as litellm's exception; raises what else ``complete`` raises.
+    Errors of the model server are raised as litellm's exceptions; other errors of ``complete`` pass through.
     """
     body = {name: value for name, value in asked.items() if name not in _LITELLMS and value is not None}
     body |= asked.get("extra_body") or {}
@@ -106,7 +106,7 @@ def answered(complete: Complete, asked: Mapping[str, Any]) -> ModelResponse:
 
 
 def response_of(document: Json) -> ModelResponse:
-    """A chat completion as litellm returns it: where it cannot read a field, of what the session recorded alone."""
+    """A chat completion as litellm's object. If litellm cannot read a field, only the recorded fields are converted."""
     convert = partial(convert_to_model_response_object, model_response_object=ModelResponse())
     try:
         with boundary(FailureKind.MODEL, "litellm"):
@@ -125,12 +125,14 @@ def response_of(document: Json) -> ModelResponse:
 
 
 def upstream_of(given: Mapping[str, Any], send: Callable[..., ModelResponse]) -> Upstream:
-    """The model server that litellm would ask. ``given``: the arguments of every call; ``send`` makes one by litellm,
-    for the APIs of vendors."""
+    """The model server that litellm would call. ``given``: the arguments of every call.
+
+    ``send`` makes a call by litellm, for the APIs of vendors.
+    """
     provider, _ = named_in(given)
     base_url = str(given.get("base_url") or "")
     openais = (urlsplit(base_url).hostname or "").endswith("openai.com")
-    # Vendors reject what they do not know, such as token ids, and have rules of their own, which litellm knows.
+    # Vendors reject unknown fields, such as token ids, and have their own rules, which litellm knows.
     if not base_url or openais or provider not in OPENAI_COMPATIBLE:
         return _LiteLLM(send, provider)
     key = given.get("api_key") or key_of(provider)
@@ -159,7 +161,7 @@ class _LiteLLM:
 
 
 def _litellms_error(error: ServerError, provider: str, model: str) -> OpenAIError:
-    """The exception that litellm raises for it."""
+    """The exception that litellm raises for this error of a server."""
     if isinstance(error.__cause__, OpenAIError):
         return error.__cause__
     about = (found := parse_object(error.body) or {}).get("error", found)
@@ -178,7 +180,7 @@ def named_in(given: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def key_of(provider: str) -> str | None:
-    """The key that litellm takes where [llm] has none; a custom_openai is an openai to it."""
+    """The key that litellm uses if [llm] has none; it treats custom_openai as openai."""
     return os.environ.get(_KEY_VARIABLES.get(provider, "OPENAI_API_KEY"))
 
 
@@ -195,7 +197,7 @@ log = logging.getLogger("openhands")
 
 
 def check_workspace_strategy(settings: RLSettings) -> None:
-    """Raises ``ConfigError`` for a sandbox that cannot be made here, and a strategy that cannot search in it."""
+    """Raise ``ConfigError`` if no sandbox can be made here, or if the strategy cannot search in it."""
     isolated = settings.workspace.isolation != "none"
     if isolated:
         check_bubblewrap()
@@ -204,7 +206,7 @@ def check_workspace_strategy(settings: RLSettings) -> None:
 
 
 def check_model(settings: RLSettings, llm: Mapping[str, object]) -> str | None:
-    """Check the model of ``[llm]``; returns what a run samples from in its place, as ``adapter_in_use``.
+    """Check the model of ``[llm]``; returns the adapter that replaces it, as ``adapter_in_use``.
 
     ``llm``: ``model``, ``base_url``, ``api_key`` and ``custom_llm_provider`` of ``[llm]``, by litellm's names. Raises
     ``ConfigError`` or ``InfrastructureError`` when no completion can be expected from the model.
@@ -245,7 +247,7 @@ def adapter_in_use(serving: ServingSettings, model: str, url: str, key: str | No
 
 
 def too_long(settings: RLSettings) -> str:
-    """What is wrong with a first prompt that the model's context has no room for, and what to do."""
+    """The error text, with the remedy, for a first prompt that is longer than the model's context."""
     return (
         f"OpenHands' first prompt and [rl] max_response_length = {settings.max_response_length:,} are longer than the "
         f"model's context; serve a model with a context of {_WANTED_CONTEXT:,} or more (vLLM: --max-model-len), or set "

@@ -1,4 +1,4 @@
-"""A folder as ``[rl.workspace]`` says, with a shell, its evidence, and in bubblewrap copies of all of it for search."""
+"""A session's workspace by ``[rl.workspace]``: folder, shell and evidence; with bubblewrap also forks for search."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ NO_NULL = "A command cannot hold a null character."
 
 
 def earlier_output(result: CommandResult) -> str:
-    """What stands before a command's output: what background processes printed since the last one."""
+    """A prefix of a command's output: the output of background processes since the last command."""
     if not result.earlier:
         return ""
     return f"[Output of background processes since the last command.]\n{result.earlier}\n[Output of this command.]\n"
@@ -98,7 +98,7 @@ class SandboxedWorkspace:
         self.begin()
 
     def begin(self) -> None:
-        """What is evidence begins now, unless it has begun already and ``conclude`` has not ended it."""
+        """Start to record changes as evidence, unless recording runs until ``conclude``."""
         if self._evidence is None:
             return
         recorded = self.private / f"start-{uuid.uuid4().hex}"
@@ -199,7 +199,7 @@ class SandboxedWorkspace:
 
     @contextmanager
     def _at_rest(self) -> Iterator[None]:
-        """Nothing of the session runs inside the block, and its folder is open to its owner."""
+        """Stop the session's processes inside the block, and make its folder accessible to its owner."""
         shell = self._shell
         shell.hold(True)
         try:

@@ -6,8 +6,8 @@ An episode without a runner, as under ``python -m openhands.core.main``, follows
 killed process leaves an unfinished episode that can be read; ``TrajectoryStorage.drop`` removes it. It samples from the
 adapter version that was published last. One line at its end says what was recorded.
 
-A runner has many sessions side by side in this process; those of environments have no host. ``HostOptions`` are what a
-host needs beside ``[rl]``: where an episode runs, with which agent, and within which limits.
+A runner has many sessions side by side in this process; those of environments have no host. ``HostOptions`` are a
+host's options in addition to ``[rl]``: where an episode runs, with which agent, and within which limits.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ def standalone_episode(
 def own_request(
     settings: RLSettings, task: Task, run_id: str, group_id: str, *, sample: int = 0, served_model: str | None = None
 ) -> EpisodeRequest:
-    """The request of an attempt that nobody planned.
+    """The request of an attempt without a rollout plan.
 
     With a ``[rl.sampling] seed`` the same attempt is sampled the same way in every run; without one every run differs.
     """
@@ -201,7 +201,7 @@ def own_request(
 
 
 def workspace_task(instruction: str, place: str) -> Task:
-    """What is asked in a folder. The id has the first words and a digest of text and folder, which attempts share:
+    """The task of an instruction in a folder. Attempts share its id: first words, and a digest of text and folder, as
     ``make-the-failing-test-pass-1f0c2a9b``.
     """
     words = re.findall(r"\w+", instruction[:_TITLE])[:_WORDS]
@@ -268,7 +268,7 @@ class StandaloneRun:
         self._sum_up(trajectory, *scores)
 
     def _sum_up(self, trajectory: Trajectory, *scores: Score) -> None:
-        # What is stored says less than the episode did where a secret was taken out.
+        # The summary is of the redacted trajectory, as it is stored.
         log.info("%s", run_summary(redact_trajectory(trajectory), scores, self._episode.settings))
 
 
@@ -353,7 +353,7 @@ def _outcome(trajectory: Trajectory, scores: Sequence[Score], store: str) -> str
 
 
 ITERATIONS_A_TURN = 4
-"""Of OpenHands: one, or several with several tool calls, a summary, or an answer that cannot be read."""
+"""OpenHands' iterations for one turn: several for several tool calls, a summary or a malformed completion."""
 
 RL_AGENT = "RLAgent"
 
@@ -453,7 +453,7 @@ class HostSession:
         self.opened.close()
 
     def reply(self, number: int, otherwise: str) -> str:
-        """What the simulated user replies, after so many replies."""
+        """The simulated user's reply after ``number`` earlier replies."""
         replies = self.options.replies
         return replies[min(number, len(replies) - 1)] if replies else otherwise
 

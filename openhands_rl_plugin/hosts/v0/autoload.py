@@ -14,7 +14,7 @@ from types import ModuleType
 
 
 class AgentHubWatch:
-    """What the finder of the same name in the ``.pth`` file calls."""
+    """The import hook that the finder of the same name in the ``.pth`` file calls."""
 
     @staticmethod
     def find_spec(name: str, path: Sequence[str] | None) -> ModuleSpec | None:

@@ -150,7 +150,7 @@ class SessionRuntime(Runtime):
         raise AgentRuntimeError(f"{path}: there are no files")
 
     def list_files(self, path: str | None = None) -> list[str]:
-        """Nothing: there are no files."""
+        """Return no names: there are no files."""
         return []
 
 

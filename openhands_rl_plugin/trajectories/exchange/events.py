@@ -15,7 +15,7 @@ summaries.
 
 ``llm_completions`` has a folder an instance, in it a file a call of the model. All calls of an instance become one
 tree: a prompt that extends the one before continues its path, and where the host rewrote the history (a condenser, a
-changed prompt) a branch begins. A condenser's own calls are trees beside it. V0's model that was prompted with text has
+changed prompt) a branch begins. A condenser's own calls are separate paths. V0's model that was prompted with text has
 calls and tools in the text; V1's logs have the calls in native form as well, and those are read.
 
 Tokens, rewards and answers that were not executed have no place in any of them.
@@ -113,7 +113,7 @@ def read_v0(record: Record) -> Imported:
     task, data = task_of(tree.messages(), SWE, record.read(str, "instance_id")), record.record("instance").fields
     instruction = record.text("instruction") or str(data.get("problem_statement") or task.instruction)
     about = {"instruction": instruction, "data": without_nulls(data), "split": metadata.text("data_split")}
-    # ``update_output_with_eval`` puts the report beside the result.
+    # ``update_output_with_eval`` writes the report next to the result.
     report = object_at(test_result, "report") or record.record("report").fields
     judged, (stop, failure) = report.get("resolved"), _ending_of_v0(error)
     return finished(
@@ -168,7 +168,7 @@ _CALLED = {"run", "run_ipython", "read", "edit"}
 
 
 def _of_v0(event: Record, answers: set[tuple[str, RecordMessage]]) -> Iterator[Message]:
-    """What an event adds to the prompt; ``answers``: those before it."""
+    """Yield the messages that an event adds to the prompt; ``answers``: the completions before it."""
     args, metadata = event.record("args"), event.record("tool_call_metadata")
     action, observation, by_user = event.text("action"), event.text("observation"), event.text("source") == "user"
     if action and metadata.fields and not by_user:
@@ -518,7 +518,7 @@ def read_events(events: Sequence[JsonValue], policy: PolicyRef, leaf: str | None
 
 
 def _of_v1(event: Record) -> Message | None:
-    """What an event adds to the prompt."""
+    """The message that an event adds to the prompt, or ``None``."""
     kind, added = event.text("kind"), _part_texts(event, "extended_content")
     if kind == "SystemPromptEvent":
         parts = (event.record(name).text("text") for name in ("system_prompt", "dynamic_context"))
@@ -610,7 +610,7 @@ def is_trial(file: Path) -> bool:
 
 
 def read_atif(record: Record, file: Path | None = None) -> Imported:
-    """An episode of a document; a trial of Harbor beside it gives the task's name and the reward.
+    """The episode of a document. A trial of Harbor in the folder above gives the task's name and the reward.
 
     Raises ``ExchangeError`` that names the step.
     """
@@ -708,7 +708,7 @@ def _arguments(call: Record) -> JsonValue:
 
 
 def _trial(file: Path | None) -> Record:
-    """Of ``TRIAL/agent/trajectory.json``: ``TRIAL/result.json``, where it is."""
+    """For ``TRIAL/agent/trajectory.json``: the content of ``TRIAL/result.json``, empty if there is none."""
     result = file.parent.parent / "result.json" if file is not None else None
     return Record(read_document(result) if result is not None and result.is_file() else {})
 

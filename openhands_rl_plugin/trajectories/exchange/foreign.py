@@ -138,7 +138,7 @@ class Record:
 
 
 def at_path(value: object, *names: str) -> Any:
-    """What stands below these names in nested objects, or ``None``."""
+    """The value at this path of names in nested objects, or ``None``."""
     for name in names:
         value = value.get(name) if isinstance(value, Mapping) else None
     return value
@@ -234,7 +234,7 @@ def tools_of(value: JsonValue) -> tuple[JsonObject, ...]:
 
 
 def _tool(tool: JsonValue) -> JsonObject:
-    """Of OpenHands V1 a logged tool has the name of its class, and parameters only where it is one of MCP."""
+    """A tool in chat format. V1 logs a tool by its class name, with parameters only for a tool of MCP."""
     if isinstance(tool, dict) and isinstance(at_path(tool, "function", "name"), str):
         return tool
     mcp, own = object_at(tool, "mcp_tool"), object_at(tool)
@@ -566,15 +566,16 @@ def row_episode(
     environment: str = SWE,
     reward: float | None = None,
 ) -> Imported:
-    """An episode of a row: its conversation, behind the system prompt that stands beside it, and what the other columns
-    are known to hold. ``prompt``: what stands before the answers, where that is a column of its own; nothing in it was
-    sampled. Raises ``ExchangeError``, also without answers.
+    """The episode of a row: the system prompt's column, the conversation, and facts of the known other columns.
+
+    ``prompt``: the messages before the completions, if they are a separate column; none of them was sampled. Raises
+    ``ExchangeError``, also for a row without completions.
     """
     if not any(message.role == "assistant" for message in answers):
         raise ExchangeError("there is no answer in it")
-    messages, beside = (*prompt, *answers), whole_text(text_of(record.get("system", "system_prompt")) or "")
-    if beside and (messages[0].role, messages[0].content) != ("system", beside):
-        messages = (Message(role="system", content=beside), *messages)
+    messages, system = (*prompt, *answers), whole_text(text_of(record.get("system", "system_prompt")) or "")
+    if system and (messages[0].role, messages[0].content) != ("system", system):
+        messages = (Message(role="system", content=system), *messages)
     given = len(messages) - len(answers) if prompt else 0
     names = (record.read(str, "instance_id"), record.read(str, "task_id"))
     model, resolved = record.read(str, "model"), record.read(bool, "resolved")

@@ -71,9 +71,9 @@ from openhands_rl_plugin.trajectories.exchange.foreign import (
 
 IDENTITY = ("trajectory_id", "instance_id", "run_id", "model", "score", "resolved")
 RECORD = ("test_result", "patch", "traj_id")
-"""What a record of others says beside the judgement."""
+"""Fields of other projects' records, in addition to the judgement."""
 PREFERENCE = ("prompt", "chosen", "rejected", "tools", "margin", "chosen_visits", "rejected_visits", "rejected_id")
-"""What a preference has beside the judgement."""
+"""Columns of a preference, in addition to the judgement."""
 
 
 def identity_columns(trajectory: Trajectory, scores: Sequence[Score]) -> JsonObject:
@@ -99,7 +99,7 @@ def with_objects(row: JsonObject) -> JsonObject:
 
 
 def until_last_answer(messages: Sequence[Message]) -> list[Message]:
-    """Without what came after the assistant's last message: nothing is learned from it."""
+    """The messages up to the assistant's last one; nothing is learned from later ones."""
     last = max((at for at, message in enumerate(messages) if message.role == "assistant"), default=-1)
     return list(messages[: last + 1])
 
@@ -152,9 +152,9 @@ def preference_rows(
 
     def add(prompt: Sequence[int], chosen: Sequence[int], rejected: list[JsonValue], **more: JsonValue) -> None:
         row: JsonObject = {"prompt": conversation_of(trajectory, prompt), "chosen": conversation_of(trajectory, chosen)}
-        beside: JsonObject = {"rejected": rejected, "tools": [*trajectory.tools], "rejected_id": trajectory.id}
+        fixed: JsonObject = {"rejected": rejected, "tools": [*trajectory.tools], "rejected_id": trajectory.id}
         known = identity_columns(trajectory, scores)
-        pairs.append({**dict.fromkeys(PREFERENCE), **row, **beside, **more, **known})
+        pairs.append({**dict.fromkeys(PREFERENCE), **row, **fixed, **more, **known})
 
     for other in beaten:
         shared = _shared_beginning(trajectory, other)
@@ -347,7 +347,7 @@ class Format:
         return where.model_copy(update={"failed": failed, "finished": finished})
 
     def sink(self, target: Path) -> AbstractContextManager[Sink]:
-        """Where rows go. Raises ``ExchangeError`` for a file that the format cannot be written to."""
+        """Open a sink for rows. Raises ``ExchangeError`` for a file type that the format does not support."""
         if target.name.endswith(_JSON_ENDINGS):
             return _json_file(target)
         if target.suffix != ".parquet":
@@ -476,10 +476,10 @@ def recognised(row: JsonObject) -> str | None:
 
 
 def source_of(path: Path, name: str | None = None, counts: Counter[str] | None = None) -> Units:
-    """What is in ``path``: all in the format ``name``, or each file in that of its first record that is in one.
+    """Read ``path`` in the format ``name``; without a name, each file in the format of its first known record.
 
-    ``counts`` gets how many files (or folders) were in which, as they are read. A record in no format, or in another
-    one than its file, is an ``ExchangeError`` that says so. Raises ``ConfigError`` with the nearest name.
+    ``counts`` counts the files (or folders) of each format as they are read. A record in no format, or in another one
+    than its file's, yields an ``ExchangeError``. Raises ``ConfigError`` for an unknown name.
     """
     counts = Counter() if counts is None else counts
     form = FORMATS[events.V1_EVENTS] if name is None and events.conversations(path) else name and _known(name)
@@ -610,13 +610,13 @@ async def export_store(
                 report.left_out[str(reason)] += 1
             else:
                 labels = await storage.labels([trajectory.id]) if form.exact else ()
-                beside: list[JsonValue] = [redact_value(label).model_dump(mode="json") for label in labels]
+                noted: list[JsonValue] = [redact_value(label).model_dump(mode="json") for label in labels]
                 for row in made:
                     row = with_objects(row) if form.conversations else row
                     # Rendering may bring the parts of a secret together, so the written row is checked as well.
                     row = row if form.exact else redact_json(row)
-                    if beside:
-                        row["labels"] = beside
+                    if noted:
+                        row["labels"] = noted
                     sink(row)
                 report.rows += len(made)
                 report.trajectories += 1

@@ -132,7 +132,7 @@ class MongoLog(Log):
         return found["value"] - count + 1
 
     async def prepare(self) -> None:
-        """Make the indexes, once; beside these, every collection has its unique index of ``_id``."""
+        """Create the indexes, once. Every collection also has its unique index of ``_id``."""
         if not self._prepared:
             for name, indexes in _INDEXES.items():
                 await self[name].create_indexes([IndexModel(keys) for keys in indexes])
@@ -376,7 +376,7 @@ def _cause(error: Exception) -> str:
 
 
 class _Place(NamedTuple):
-    """Where an episode's content is: a log, and how many documents it has, valid or not."""
+    """The place of an episode's content: its log, and the number of documents there, valid or not."""
 
     generation: str
     length: int
@@ -410,7 +410,7 @@ def _reward(value: float | None) -> Query:
 
 
 def _literal(values: Query) -> Query:
-    """In a pipeline a text that begins with a dollar sign would be a field otherwise."""
+    """Quote values for a pipeline, where a text that begins with a dollar sign names a field."""
     return {name: {"$literal": value} for name, value in values.items()}
 
 
@@ -444,7 +444,7 @@ def _documents(episode: str, place: _Place, content: Content) -> list[Query]:
 
 
 def _with_content(episode: Episode, documents: Sequence[Mapping[str, Any]]) -> Episode:
-    """What its log says, from the first document on."""
+    """The episode with the content of its log."""
     missing = f"a part of episode {episode.header.id!r} is missing; restore the database from a backup"
     start: bytes | None = None
     end: bytes | None = None

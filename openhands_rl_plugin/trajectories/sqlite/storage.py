@@ -244,7 +244,7 @@ class FileTrajectoryStorage(LogStorage):
                         loop.call_soon_threadsafe(_wake_callers, tuple(some))
 
     def _stored(self, group: Sequence[tuple[str, Work[Any]]]) -> list[Any]:
-        """The answers of the calls, or their errors, once all is on the disk."""
+        """The results of the calls, or their errors, once all writes are durable."""
         if not group:
             return []
         connection = self._opened()
@@ -522,7 +522,7 @@ def explained(file: Path) -> Iterator[None]:
 
 
 def torn(file: Path, cause: str) -> str:
-    """What is wrong with a file that SQLite cannot read, and what to do."""
+    """The error text for a file that SQLite cannot read, with the remedy."""
     return (
         f"{file} is damaged or no database ({cause}); restore it from a backup, copy what is readable with "
         f"sqlite3 {file} .recover | sqlite3 NEW/{FILE_NAME}"
@@ -545,7 +545,7 @@ def _open(file: Path) -> sqlite3.Connection:
         return connection
     except sqlite3.OperationalError as error:
         connection.close()
-        # SQLite makes two files beside the store, unless it knows that nobody writes.
+        # SQLite creates two files next to the store, unless it is opened as immutable.
         if error.sqlite_errorname != "SQLITE_CANTOPEN" or os.access(file.parent, os.W_OK):
             raise
     log = file.with_name(f"{file.name}-wal")
