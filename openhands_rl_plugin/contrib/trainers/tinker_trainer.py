@@ -263,7 +263,7 @@ def averages(adapter: RemoteAdapter, item: TrainingSample) -> bool:
 
     The check compares two gradient norms: of a sequence alone, and of a batch that adds an equal sequence with zero
     advantages. They are equal if losses are summed; the second is half if they are averaged. It uses its own adapter,
-    at a learning rate of 0. A server that reports no norms is taken to sum. Raises ``TrainingError`` for another result.
+    at a learning rate of 0. A server without norms is taken to sum. Raises ``TrainingError`` for another result.
     """
     ones = torch.ones(len(item.positions))
     norms: list[float | None] = []
