@@ -17,7 +17,7 @@ STOCK = "stock"
 
 
 class ToolNames(NamedTuple):
-    """What a host calls the tools that a repair takes; ``finish`` and the arguments' names are the same in all."""
+    """A host's names of the tools for repairs; ``finish`` and all arguments have the same names in all hosts."""
 
     shell: str
     editor: str
@@ -34,7 +34,7 @@ _EXTRAS = {"v0": "openhands", "v1": "sdk"}
 
 
 def installed_hosts() -> tuple[HostName, ...]:
-    """Those that can be used. Where V0 is, its own SDK (1.15) is too."""
+    """The usable hosts. V0 brings its own SDK (1.15)."""
     v0, sdk = version_of(V0_PACKAGE), [version_of(package) for package in V1_PACKAGES]
     found: list[HostName] = []
     if v0 is not None and release_of(v0) < _FIRST_WITHOUT_V0:
@@ -79,7 +79,7 @@ def version_of(package: str) -> str | None:
 
 
 def release_of(version: str) -> tuple[int, int]:
-    """Its first two numbers: ``"1.58.0"`` -> ``(1, 58)``; zeros for what is no release."""
+    """The first two numbers: ``"1.58.0"`` -> ``(1, 58)``; zeros if it is no release."""
     major, _, rest = version.partition(".")
     minor = rest.partition(".")[0]
     return (int(major), int(minor)) if major.isdecimal() and minor.isdecimal() else (0, 0)

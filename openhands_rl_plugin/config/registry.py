@@ -88,7 +88,7 @@ def names(kind: Kind) -> tuple[str, ...]:
 
 
 def registered(kind: Kind, *, besides: tuple[str, ...] = ()) -> AfterValidator:
-    """Of a setting that names a plugin, or one of ``besides``."""
+    """A validator of a setting that names a plugin, or one of ``besides``."""
 
     def checked(value: str) -> str:
         try:

@@ -214,7 +214,7 @@ class TrainingSettings(Settings):
         default="keep", description="whether to train on episodes that were cut off by a limit"
     )
     kl: Literal["none", "k3"] = Field(default="none", description="estimator of the KL divergence to the base model")
-    kl_coefficient: float = Field(default=0.001, ge=0, description="weight of the KL divergence beside the reward")
+    kl_coefficient: float = Field(default=0.001, ge=0, description="weight of the KL divergence relative to the reward")
     entropy_coefficient: float = Field(
         default=0.0, ge=0, description="weight of the entropy bonus (verl's entropy_coeff); 0: off"
     )
@@ -225,7 +225,7 @@ class TrainingSettings(Settings):
     )
     teacher_model: str = Field(default="", description="the teacher's name on its server")
     opd_weight: float = Field(
-        default=1.0, gt=0, description="weight of the KL to the teacher beside the reward's advantage"
+        default=1.0, gt=0, description="weight of the KL to the teacher relative to the reward's advantage"
     )
     hint: str = Field(
         default="solved",

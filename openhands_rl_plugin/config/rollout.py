@@ -74,6 +74,6 @@ class PlayOptions(Settings):
 
 
 def with_absolute_paths[S: PlayOptions](options: S) -> S:
-    """For a process with another working folder."""
+    """The options with absolute paths, for a process with another working folder."""
     paths = {name: value for name, value in options if isinstance(value, Path)}
     return options.model_copy(update={name: path.expanduser().absolute() for name, path in paths.items()})

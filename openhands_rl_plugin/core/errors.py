@@ -51,7 +51,7 @@ class StorageError(RLError):
 
 
 class DamagedError(StorageError):
-    """What is stored can be read no more, in part or in whole."""
+    """Stored data is damaged, in part or in whole."""
 
 
 class TrainingError(RLError):

@@ -25,7 +25,7 @@ PRIVATE = 0o600
 
 @contextmanager
 def replacing(path: Path, mode: int = 0o666) -> Iterator[Path]:
-    """Yield an empty file beside ``path`` that durably takes its place when the block ends without an error.
+    """Yield an empty file next to ``path``; it durably replaces ``path`` if the block ends without an error.
 
     ``mode`` is reduced by the process's umask. Raises ``OSError``; nothing is left behind when it or the
     block fails.

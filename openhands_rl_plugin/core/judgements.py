@@ -19,7 +19,7 @@ Preferences = dict[frozenset[str], str | None]
 """Two episodes' ids -> that of the better one, or ``None`` where somebody found them equally good."""
 
 GOOD, BAD = "good", "bad"
-"""What lists call a verdict."""
+"""The names of verdicts in lists."""
 
 ALIKE = 0.5
 """A preference's value where neither episode is better."""
@@ -89,8 +89,7 @@ def newest_outcome(scores: Iterable[Score]) -> Score | None:
 
 
 def opinions(scores: Iterable[Score]) -> dict[str, float]:
-    """What stands in the columns of ``OPINIONS``, of ``scores`` oldest first; columns of which nothing holds are not
-    there."""
+    """Column of ``OPINIONS`` -> value, from ``scores``, oldest first. Columns without a valid score are left out."""
     holding = _holding(scores)
     scored = {name: named_score(holding, name) for name in OPINIONS}
     return {name: score.reward for name, score in scored.items() if score is not None and score.reward is not None}
@@ -154,7 +153,7 @@ def consensus(labels: Iterable[Label]) -> Consensus | None:
 
 
 def majority[Vote](votes: Sequence[Vote]) -> Vote | None:
-    """What more than half of them are; ``None`` where nothing is, as after a tie."""
+    """The vote of more than half; ``None`` if there is none, as after a tie."""
     found = Counter(votes).most_common(1)
     return found[0][0] if found and 2 * found[0][1] > len(votes) else None
 
@@ -177,11 +176,11 @@ async def opinions_of(storage: TrajectoryStorage, trajectory_ids: Sequence[str])
 
 
 FOLDER = "folder_digest"
-"""In the data of a task in a workspace: the same only for the same text in the same folder."""
+"""Key of a workspace task's data: a digest of the folder, so that equal texts in two folders are two tasks."""
 
 
 def asked_in_common(task: Task) -> tuple[str, str, str]:
-    """What attempts at one task have in common, and others have not."""
+    """A key that all attempts at one task share, and no other attempts."""
     # The task of a session may be named after the session: what it was asked, and where, is what it has in common.
     own = rewards_steps(task.environment, {}) or not task.instruction
     name = task.id if own else str(task.data.get(FOLDER, ""))

@@ -1,7 +1,7 @@
 """Reads chat messages of OpenAI-like servers, clients and files, and compares them with those of a tree.
 
-Absent, null, empty and ``"null"`` are one thing for arguments and lists of calls, for the content beside calls, and for
-usage. Any other content that is the text ``null`` stays: a tool may print it.
+Absent, null, empty and ``"null"`` are one thing for arguments and lists of calls, the content of a message with calls,
+and usage. Any other content that is the text ``null`` stays: a tool may print it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _TEXTS = ("thinking", "reasoning", "text", "summary", "content")
 
 
 class SpokenMessage(Message):
-    """A message on its way into or out of a tree, where its reasoning stands beside it. ``sampled``: the policy's."""
+    """A message with its reasoning, before it enters or after it leaves a tree. ``sampled``: by the policy."""
 
     reasoning: str | None = None
     sampled: bool = False
@@ -84,7 +84,7 @@ def reasoning_of(node: Node) -> str | None:
 
 
 def has_reasoning(node: Node) -> bool:
-    """Whether an answer had a part of thinking: in its text, or beside it, where it may be a cipher."""
+    """Whether a completion had reasoning: in its text, or in a separate field, where it may be encrypted."""
     in_text = re.search("</(?:think|thinking|reasoning)>", node.message.content or "") is not None
     parts = (part for wire in _wires(node) for name in _PART_LISTS for part in _list(wire.get(name)))
     return in_text or any(map(_is_reasoning, parts)) or reasoning_of(node) is not None
@@ -123,7 +123,7 @@ RECORDED_PARAMETERS = (
     "parallel_tool_calls",
     "chat_template_kwargs",
 )
-"""What is kept of a request beside its messages and tools. Named one by one: a request may carry keys and headers."""
+"""Recorded fields of a request, besides messages and tools. An allow list, because a request may hold keys."""
 
 NEUTRAL_PARAMETERS: Mapping[str, float] = {
     "top_k": -1,
@@ -159,7 +159,7 @@ def sampling_in(given: Mapping[str, Any]) -> SamplingParams:
 
 
 def altering_parameters(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of ``given`` beside the temperature with which a server samples from another distribution, with values."""
+    """Parameters in ``given`` that change the distribution, except the temperature; name -> value."""
     neutral = {"top_p": 1.0, **NEUTRAL_PARAMETERS}
     found = {name: given[name] for name, value in neutral.items() if given.get(name) not in (None, value)}
     return {name: value for name, value in found.items() if (name, value) != ("top_k", 0)}
@@ -199,7 +199,7 @@ def listed(wire: WireMessage) -> list[Any]:
 
 
 def calls_in(wire: WireMessage) -> tuple[ToolCall, ...]:
-    """The calls of a chat message, whose names and arguments stand below ``function``, or beside their ids.
+    """The calls of a chat message. Names and arguments are in ``function``, or in the call itself.
 
     Raises as ``to_message`` does.
     """
@@ -286,8 +286,8 @@ def _identity(value: object) -> Any:
 def to_wire(message: Message) -> dict[str, Any]:
     """The message as an OpenAI chat message."""
     calls = wire_calls(message.tool_calls) or None
-    beside = {"tool_calls": calls, "tool_call_id": message.tool_call_id, "name": message.name}
-    shown = {name: value for name, value in beside.items() if value is not None}
+    optional = {"tool_calls": calls, "tool_call_id": message.tool_call_id, "name": message.name}
+    shown = {name: value for name, value in optional.items() if value is not None}
     return {"role": message.role, "content": message.content, **shown}
 
 

@@ -77,7 +77,7 @@ class LLMEngine(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class EnvInfo:
-    """What an environment can do, beside the methods that all have.
+    """Abilities of an environment beyond the methods that all have.
 
     ``emits_rewards``: its steps can have rewards; if not, only a judgement gives the value of an ended episode.
     ``fork_steps``: how many steps its next fork replays; 0 where a fork is a copy. ``tools``: the functions that the
@@ -263,7 +263,7 @@ class TrajectoryStorage(Protocol):
         ...
 
     async def add_scores(self, scores: Sequence[Score]) -> None:
-        """Append judgements beside what is stored."""
+        """Append scores to those that are stored."""
         ...
 
     async def add_labels(self, labels: Sequence[Label]) -> None:
@@ -283,7 +283,7 @@ class TrajectoryStorage(Protocol):
         ...
 
     def skip_damaged(self) -> list[DamagedRecord]:
-        """From now on, leave out what cannot be read instead of raising.
+        """From now on, skip records that cannot be read instead of raising.
 
         Returns:
             A list to which every record that is left out is added once.

@@ -50,7 +50,7 @@ def trajectory_id(request: EpisodeRequest) -> str:
 
 
 class EpisodeStart(Frozen):
-    """What is known of an episode before its first node. ``started`` is a Unix time in seconds."""
+    """Facts of an episode before its first node. ``started`` is a Unix time in seconds."""
 
     schema_version: int = SCHEMA_VERSION
     id: str
@@ -95,7 +95,7 @@ class NodeMark(Frozen):
 
 
 class EpisodeGrowth(Frozen):
-    """What was appended to an episode: ``nodes`` from index ``first`` on; ``marks`` of earlier ones."""
+    """An addition to an episode: ``nodes`` from index ``first`` on, and ``marks`` of earlier ones."""
 
     trajectory_id: str
     first: int = Field(ge=0)
@@ -224,11 +224,11 @@ class TrajectoryOrder(StrEnum):
 
 
 SUB_AGENT = "sub_agent"
-"""In a task's ``data``: the fields of a ``SubAgentOf``."""
+"""Key of a task's ``data`` with the fields of a ``SubAgentOf``."""
 
 
 class SubAgentOf(Frozen):
-    """Of a sub-agent's episode: the id of its ``parent``, and the registered ``kind`` of the agent."""
+    """The parent of a sub-agent's episode: the episode's id, and the registered ``kind`` of the agent."""
 
     parent: str
     kind: str
@@ -301,8 +301,11 @@ class TrajectoryFilter(Frozen):
 
 
 class Columns(NamedTuple):
-    """Of episodes, a place each: the id, the group, the reward by which it is found (NaN where there is none), how many
-    segments its turns are, and whether every answer has ids and logprobs and it did not fail."""
+    """Columns of episodes, with a place for each episode.
+
+    They hold the id, the group, the reward that filters use (NaN if there is none), the number of segments, and whether
+    the episode is complete: no failure, and token ids and logprobs for every completion.
+    """
 
     ids: Sequence[str]
     groups: Sequence[str]

@@ -43,7 +43,7 @@ API_KEY = "OPENHANDS_RL_API_KEY"
 """The environment variable of the key that clients of a server must send, unless an option names another."""
 HEALTH = "/health"
 STOP_SECONDS = 5
-"""What requests under way have to end in, when the server is stopped."""
+"""Time for running requests to end when the server is stopped."""
 _START_SECONDS = 30.0
 """Far more than a start takes; until then a lifespan may open its store."""
 _KEY_REMEDY = "start the server with a key and send it"

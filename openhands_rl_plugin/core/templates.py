@@ -138,7 +138,7 @@ def parse_calls(text: str, tools: Sequence[JsonObject] = (), form: CallForm = TA
 
 
 def _read(text: str, at: int, form: CallForm, *, bare: bool) -> tuple[int, ToolCall | str | None]:
-    """Where the call at ``at`` ends, and the call, or what is wrong with it; ``None`` for another ``bare`` object."""
+    """The end of the call at ``at``, and the call or its error; ``None`` for a ``bare`` object that is no call."""
     at = _behind_space(text, at)
     try:
         value, end = _DECODER.raw_decode(text, at)
@@ -172,7 +172,7 @@ def _behind_space(text: str, at: int) -> int:
 Types = frozenset[str]
 """Names of types of JSON Schema."""
 STRING: Types = frozenset({"string"})
-"""Of a parameter that no tool declares."""
+"""The type of a parameter that no tool declares."""
 
 _SURROGATE = re.compile("[\ud800-\udfff]")  # no file can hold one alone
 _UNWRITABLE = re.compile(f"</?(?:function|parameter)|{_SURROGATE.pattern}", re.IGNORECASE)
@@ -197,7 +197,7 @@ def calls_in_text(text: str, tools: Sequence[JsonObject] = ()) -> tuple[ToolCall
 
 
 def without_calls(text: str) -> str:
-    """The text of an answer beside its calls."""
+    """The text of a completion without its calls."""
     return CALL.sub("", text).strip()
 
 
@@ -465,8 +465,8 @@ def single_call_turns(messages: Sequence[Message]) -> list[Message]:
         for number, call in enumerate(message.tool_calls):
             if call.id not in results:
                 raise RenderError("several calls were made at once and some of them got no result")
-            beside = {"content": None, **({"reasoning": None} if isinstance(message, SpokenMessage) else {})}
-            split = message.model_copy(update={"tool_calls": (call,), **(beside if number else {})})
+            emptied = {"content": None, **({"reasoning": None} if isinstance(message, SpokenMessage) else {})}
+            split = message.model_copy(update={"tool_calls": (call,), **(emptied if number else {})})
             out += [split, results[call.id]]
     return out
 

@@ -18,8 +18,8 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from openhands_rl_plugin.core.arrays import Floats, Ids, Mask
 
 TURN, CONDENSATION, SIDE = "turn", "condensation", "side request"
-"""Kinds of nodes: a message of the episode; a host's request to summarise its history, and the summary; another request
-of a client beside the episode, such as one for a title."""
+"""Kinds of nodes: a turn of the episode; a host's request to summarise its history, with the summary; another side
+request of a client, such as for a title."""
 
 KIND, ACTED, REWRITTEN = "kind", "acted", "history_rewritten"
 """Keys of a node's metadata, which every release can read. ``ACTED`` is for imports, where no reward shows it;
@@ -31,7 +31,7 @@ every release can read them."""
 
 
 def kind_of(node: Node) -> str:
-    """``TURN``, or what else a host wrote or sampled beside the episode."""
+    """The kind of a node: ``TURN``, ``CONDENSATION`` or ``SIDE``."""
     kind = node.metadata.get(KIND)
     return kind if isinstance(kind, str) else TURN
 
@@ -70,7 +70,7 @@ def acted_nodes(nodes: Sequence[Node], head: int | None) -> tuple[int, ...]:
 
 
 def _superseded(nodes: Sequence[Node], executed: set[int]) -> set[int]:
-    """Those that the episode did not go on from, as it did from another answer in the same state."""
+    """Executed nodes that the episode did not continue, because it continued a sibling."""
     continued: set[int] = set()
     for at in executed:
         up = nodes[at].parent
@@ -184,7 +184,7 @@ class Tokens(Frozen):
 
     @classmethod
     def of(cls, prompt: Iterable[int], sampled: Iterable[int], logprobs: Iterable[float] = (), **more: bool) -> Self:
-        """Of any numbers."""
+        """Make tokens of any iterables of numbers."""
         return cls(**more, prompt_ids=Ids(prompt), sampled_ids=Ids(sampled), logprobs=Floats(logprobs))
 
     @staticmethod
@@ -333,7 +333,7 @@ class StopReason(StrEnum):
 
 
 class FailureKind(StrEnum):
-    """Whose fault a failure was; only infrastructure failures are worth a retry."""
+    """The origin of a failure; only infrastructure failures are worth a retry."""
 
     INFRASTRUCTURE = "infrastructure"
     ENVIRONMENT = "environment"

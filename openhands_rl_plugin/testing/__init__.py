@@ -142,7 +142,7 @@ class GridEnvironment:
         return Observation(messages=(self._state(),), reward=float(arrived), terminated=arrived)
 
     async def evidence(self) -> JsonObject:
-        """Where the walk ended and what it earned."""
+        """The final position, the return, and the number of steps."""
         return {"final_state": list(self._at), "return": sum(self._rewards), "steps": len(self._rewards)}
 
     async def close(self) -> None:
