@@ -227,7 +227,7 @@ class RLAgent:
         make_strategy(self.config)
         self.config.training.check_servable()
         self._reward = make_reward(self.config.reward)
-        refuse_without_workspace(self._reward, "RLAgent plays environments, which have none")
+        refuse_without_workspace(self._reward, "RLAgent runs environments, which have none")
         self._storage = open_storage(self.config)
         self._policy = Policy(model, tokenizer, self.config)
         self._thread = LoopThread("rl-agent")

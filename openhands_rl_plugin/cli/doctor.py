@@ -94,7 +94,7 @@ CHECKS: Sequence[tuple[str, Callable[[RLSettings], Awaitable[str]], str, str]] =
     ("storage", _storage, "fail", "change its permissions, or correct [rl.storage]"),
     ("model server", _model_server, "fail", "its address is [rl.serving] base_url"),
 )
-"""What is checked, and how (an empty text: it does not apply); how bad a failure is, and the remedy."""
+"""The checks: name, function (it returns an empty text if it does not apply), severity of a failure, remedy."""
 
 
 async def check_all(config: Path | None) -> AsyncIterator[tuple[str, str, str]]:

@@ -203,7 +203,7 @@ def add_bounds(group: argparse._ActionsContainer) -> None:
 
 
 def add_repositories(group: argparse._ActionsContainer) -> None:
-    """Where repository tasks run."""
+    """Add the options about where repository tasks run."""
     where = "local: bubblewrap sandboxes; docker: the tasks' images, by docker or podman"
     group.add_argument("--backend", choices=["local", "docker"], default="local", help=where)
     add_option(group, "--mirror", "DIR", "git repositories as owner/name.git (default: clone from the network)")

@@ -43,7 +43,7 @@ class ProcessEnd:
         self._task: asyncio.Task[Any] | None = None
 
     def install(self) -> None:
-        """From now on both signals interrupt the main thread, for a bounded time. Once a process."""
+        """Let both signals interrupt the main thread, for a bounded time. Call it once a process."""
         for number in (signal.SIGINT, signal.SIGTERM):
             if signal.getsignal(number) is not signal.SIG_IGN:  # as SIGINT of a job in the background
                 signal.signal(number, self._signalled)
@@ -90,11 +90,11 @@ class ProcessEnd:
 ENDING = ProcessEnd()
 
 _LOGIN = re.compile(r"/([^\s/:@'\"]*):[^\s/@'\"]+@")
-"""That of a URL, also of one that was taken for a path and has lost a slash."""
+"""The login in a URL, also in one that was normalised as a path and has lost a slash."""
 
 
 def sayable(text: str) -> str:
-    """What others wrote, for a terminal or a log: errors repeat URLs with passwords, and what servers echo."""
+    """Foreign text, made safe for a terminal or a log: errors repeat URLs with passwords, and servers' texts."""
     return visible(redact_text(_LOGIN.sub(rf"/\1:{REDACTED}@", text)))
 
 

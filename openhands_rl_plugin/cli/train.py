@@ -51,7 +51,7 @@ VERIFIER_TRAINING = (
     *("training.algorithm=sft", "training.learning_rate=2e-4", "training.num_epochs=2", "training.lora_rank=64"),
     *("training.lora_alpha=64", "training.warmup_steps=15", "training.weight_decay=0.01", "training.schedule=linear"),
 )
-"""Those of SWE-Gym's verifier of 32B, which also had batches of 8: the defaults of --verifier without --config."""
+"""Defaults of --verifier without --config: the settings of SWE-Gym's 32B verifier, which also had batches of 8."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -68,7 +68,7 @@ _FILES = ("state.json", OPTIONS, _RUN, FACTS, "report.html")
 def identity_of(
     settings: RLSettings, tasks: JsonObject, *, model: Path | None, timeout: float, start: str = ""
 ) -> JsonObject:
-    """What identifies a run, for ``claim``: all settings but addresses, paths and concurrency; ``start``: a version."""
+    """The identity of a run, for ``claim``: all settings but addresses, paths and concurrency; ``start``: a version."""
     where = {"env_port": True, "env_server_base": True, "max_workers": True, "executor": True, "verifier": True}
     kept = {"model", "adapter", "adapters_path"}
     serving = {name: True for name in type(settings.serving).model_fields if name not in kept}

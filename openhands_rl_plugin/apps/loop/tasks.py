@@ -48,7 +48,7 @@ class Demonstrator:
         raise NotImplementedError
 
     def lessons(self, job: LoopJob) -> Lessons | None:
-        """What of the episodes is imitated; ``None``: all. Raises ``ConfigError``."""
+        """Which parts of the episodes are imitated; ``None``: all. Raises ``ConfigError``."""
         return None
 
 

@@ -33,7 +33,7 @@ VARIABLE = "OPENHANDS_RL_PYTHON"
 """The environment variable that names the Python with OpenHands."""
 _SECRET = "OPENHANDS_RL_ROLLOUT_SECRET"
 _SECONDS, _GRACE = 7200.0, 60.0
-"""Of an episode by default, and what the program has beyond its limit, to say why it ended."""
+"""An episode's default time limit, and the program's extra time after it to report why the episode ended."""
 TIMED_OUT = "rollout.timeout"
 """The boundary of the failure of an episode that was not over in time."""
 

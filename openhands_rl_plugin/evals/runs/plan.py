@@ -109,7 +109,7 @@ def llm_section(config: Path | None, section: str, **given: object) -> LLMSectio
 
 
 class RunSpec(Frozen):
-    """One of the runs over all tasks."""
+    """One run over all tasks."""
 
     index: int
     temperature: float

@@ -505,7 +505,7 @@ def _counts(run: RunRecord) -> dict[str, int]:
 
 
 def _pass_at_k(tasks: Sequence[Sequence[bool]]) -> tuple[AtK, ...]:
-    """For 1 to the number of attempts that at least half of the tasks have: a larger k would be measured on others."""
+    """pass@k for k up to the median number of attempts: a larger k would leave out over half of the tasks."""
     most = min(_MOST_K, statistics.median_low(map(len, tasks))) if tasks else 0
     return tuple(
         AtK(k=k, estimate=over_tasks([pass_at_k(len(own), sum(own), k) for own in tasks if len(own) >= k]))

@@ -80,7 +80,7 @@ def own_suites() -> tuple[OwnSuite, ...]:
         try:
             found.append(registry.find("suites", name))
         except ConfigError:
-            continue  # whoever asks for it by its name gets the error
+            continue  # the error is raised when the suite is requested by name
     return tuple(found)
 
 

@@ -77,7 +77,7 @@ _ROOT_SIZE = 256 * 1024**2
 _SHIM = Path(shim.__file__).parent
 _SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _CAPABILITIES = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "SETGID", "SETUID", "NET_BIND_SERVICE")
-"""What root in a container may do, without anything that reaches mounts, devices or other processes' memory."""
+"""Capabilities of root in a container: none that reaches mounts, devices or other processes' memory."""
 AS_ROOT = ("--unshare-user", "--uid", "0", "--gid", "0")
 # ``localhost`` is a name that resolves without a network.
 _OF_ROOT = (
@@ -85,7 +85,7 @@ _OF_ROOT = (
     *(word for name in _CAPABILITIES for word in ("--cap-add", f"CAP_{name}")),
 )
 LIMITS = SandboxLimits(memory=16 * 1024**3, processes=8192, file=8 * 1024**3)
-"""Of the sandbox of an instance."""
+"""Limits of an instance's sandbox."""
 
 _OF_NETWORK = "(?:HTTPS?|ALL|NO|FTP)_PROXY|SSL_CERT_(?:FILE|DIR)|REQUESTS_CA_BUNDLE|CURL_CA_BUNDLE"
 _OF_INDEX = r"(?:PIP|UV)_\w*(?:INDEX|FIND_LINKS|CERT|PROXY|HOST|TLS|TIMEOUT)\w*"
@@ -334,7 +334,7 @@ class LocalBackend(BoxBackend):
             await remove(scratch)
 
     async def _layer(self, instance: Instance, recipe: Recipe) -> tuple[Path, Path]:
-        """It, made if missing, and the program of its Python."""
+        """The layer, made if it is missing, and the path of its Python."""
         if not recipe.environment_script:
             raise ConfigError(
                 f"{instance.instance_id}: its row names an image, but not how to install {instance.repo}; "

@@ -1,9 +1,9 @@
 """The reward-hack guard: whether a patch's tests say anything.
 
 A patch that passed runs its tests twice more, each time in a fresh box and with altered tests: the FAIL_TO_PASS tests
-alone expect something else, then they are inverted and a sample of PASS_TO_PASS tests expects something else. What
-passes although it has to fail, or fails although another value was expected and did not come, was not decided by the
-code. The row's own fix tells once how its tests behave altered; that is kept.
+alone expect something else, then they are inverted and a sample of PASS_TO_PASS tests expects something else. A test
+that passes although it has to fail, or that fails without the other expected value, was not decided by the code. For
+comparison the altered tests run once with the row's own fix; the result is kept.
 
 It does not detect what contains the right result: results for the tests' arguments only, or under tests only, and
 tests whose expectation is changed to it in memory. Rows whose tests assert nothing that can be altered say so.
@@ -228,7 +228,7 @@ class _Alter(ast.NodeVisitor):
         return True
 
     def visit_Lambda(self, node: ast.Lambda) -> None:
-        """What it asserts, if anything, may not be run."""
+        """Skip lambdas: their assertions may never be executed."""
 
     def visit_Assert(self, node: ast.Assert) -> None:
         if self._fails:
@@ -334,7 +334,7 @@ def _parametrized(function: Function, name: str) -> Iterator[ast.expr]:
 
 
 def _other(value: object, tag: str) -> object:
-    """What the helper makes of a constant."""
+    """Another value than a constant, as the helper makes it."""
     if isinstance(value, bool):
         return not value
     if isinstance(value, str):
@@ -426,8 +426,10 @@ _RULES = {
 
 
 class RowTests(Frozen):
-    """What is kept of a row: its files of tests after its test patch, and modules beside them; for each altered test,
-    how many of its parametrised cases do as expected with the row's own fix. ``None`` without one.
+    """Cached facts of a row: its test files after its test patch, and other modules in their folders.
+
+    For each altered test: how many of its parametrised cases behave as expected with the row's own fix, or ``None``
+    without a fix.
     """
 
     files: dict[str, str]
@@ -514,7 +516,7 @@ def _restored(grading: Grading, run: TestRun) -> Iterator[Flag]:
 
 
 def _disagreement(grading: Grading, run: TestRun) -> str:
-    """What the report of a run that passed says against that; empty: nothing."""
+    """Evidence in a passed run's log that it did not pass; empty if there is none."""
     ended = next((match for each in reversed(run.log.traced) if (match := _ENDED.fullmatch(each))), None)
     if ended and ended[2] != "0":
         return "the tests changed files of tests"
@@ -537,7 +539,7 @@ def _disagreement(grading: Grading, run: TestRun) -> str:
 
 
 async def _read(grading: Grading) -> RowTests:
-    """The row's files of tests, and modules beside them, from a box in which nothing of a patch has run."""
+    """Read the row's test files, and other modules in their folders, from a box in which no patch has run."""
     row = grading.instance
     files = sorted(_graded(row))
     folders = {str(PurePosixPath(file).parent) for file in files if file.endswith(".py") and "test" in file}
@@ -632,7 +634,7 @@ def _graded(row: Instance) -> frozenset[str]:
 
 
 def _places(row: Instance, files: Mapping[str, str]) -> dict[str, Places]:
-    """Where the functions of the row's tests are: in the named file, or where they are inherited from."""
+    """The places of the row's test functions: in the named file, or in the file that they are inherited from."""
     functions = {file: functions_of(text) for file, text in files.items() if file.endswith(".py")}
     found: dict[str, Places] = {}
     for key in dict.fromkeys(map(key_of, (*row.fail_to_pass, *row.pass_to_pass))):

@@ -285,7 +285,7 @@ def _has_number(*nodes: ast.expr) -> bool:
 
 
 def _constants(source: PythonSource, node: ast.Constant) -> Iterator[str]:
-    """What stands in the place of a truth value or of a whole number."""
+    """The replacement of a truth value or of a whole number."""
     if isinstance(node.value, bool):
         yield str(not node.value)
     elif isinstance(node.value, int) and source.text(node).isdecimal():
@@ -341,7 +341,7 @@ def bugs_of(path: str, text: str) -> Iterator[Bug]:
 
 
 def _meaning(source: PythonSource, node: Function, edits: tuple[Edit, ...]) -> str | None:
-    """What a function says after ``edits``, which lie within it; ``None`` when that is no Python."""
+    """The text of a function after ``edits`` inside it; ``None`` if it is no valid Python."""
     start, end = source.lines(node)
     shift = len(source.data) - end
     try:

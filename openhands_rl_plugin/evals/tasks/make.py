@@ -32,7 +32,7 @@ from openhands_rl_plugin.evals.tasks.source import Source, commit_files, is_test
 from openhands_rl_plugin.trajectories.view import table
 
 PAST_FIX = "reopen_fix"
-"""What a row names in place of a kind of bug where a past fix is taken back."""
+"""The kind of bug of a row whose bug is a reverted past fix."""
 MADE_BY = "made_by"
 """The column with the kind of bug."""
 LARGEST_SHARE = 0.6
@@ -47,8 +47,10 @@ _PYTEST = "python -m pytest"
 
 
 class TaskPlan(Frozen):
-    """A repository and what is made of it. ``requirements`` are installed for the tests, beside what the repository
-    declares; ``tests`` are pytest's arguments, ``python`` is the version, ``timeout`` in seconds of one run.
+    """A repository and the tasks to make of it.
+
+    ``requirements``: packages for the tests that the repository does not declare; ``tests``: pytest's arguments;
+    ``python``: its version; ``timeout``: of one run, in seconds.
     """
 
     source: Source

@@ -47,8 +47,10 @@ _WHEN = "@946684800 +0000"
 
 
 def git_output(command: GitCommand, what: str, stdin: bytes = b"") -> bytes:
-    """What git prints. Raises ``ConfigError`` with the first line of its errors, ``InfrastructureError`` after too
-    long."""
+    """Run git and return its output. Raises ``ConfigError`` with git's first error line.
+
+    Raises ``InfrastructureError`` at the time limit.
+    """
     try:
         return run_git(command, stdin)
     except subprocess.CalledProcessError as error:
@@ -67,7 +69,7 @@ class Source(Frozen):
     commit: str
 
     def read(self, *words: str, stdin: bytes = b"") -> bytes:
-        """What a command of git prints. Raises as ``git_output`` does."""
+        """Run a git command and return its output. Raises as ``git_output``."""
         return git_output(git_command(self.place, *words), f"git {words[0]} failed in {self.git}", stdin)
 
     def texts(self, commit: str) -> dict[str, str]:

@@ -268,7 +268,7 @@ def test_the_rewards_command_is_bounded_in_time_and_output(isolated: bool, tmp_p
 
 def test_where_there_is_no_workspace_the_run_does_not_begin(model: Path) -> None:
     reward = {"name": "command", "options": {"command": "pytest -q"}}
-    with pytest.raises(ConfigError, match=r"`pytest -q` judges a workspace .* RLAgent plays environments"):
+    with pytest.raises(ConfigError, match=r"`pytest -q` judges a workspace .* RLAgent runs environments"):
         RLAgent(str(model), config=RLSettings.model_validate({"reward": reward}))
     config = OpenHandsConfig(
         default_agent="RLAgent",

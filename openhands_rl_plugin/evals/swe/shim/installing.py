@@ -20,7 +20,7 @@ PYTHON = str(ENVIRONMENT / "bin" / "python")
 INSTALLED = ENVIRONMENT / "editable.json"
 OFFLINE = bool(os.environ.get("UV_OFFLINE"))
 SEEDS = ("pip", "setuptools", "wheel")
-"""What conda puts into every environment with Python."""
+"""Packages that conda installs into every environment with Python."""
 
 WITHOUT_EFFECT = {"--no-use-pep517", "--verbose", "-v"}
 LEGACY = ("--config-setting", "editable_mode=compat")
@@ -52,9 +52,9 @@ def create(words: list[str]) -> int:
 
 
 def install(words: list[str]) -> int:
-    """By uv; where uv refuses a project, as it does some before ``pyproject.toml``, its dependencies by uv and the
-    project by pip. Tests install their project again, which takes minutes where something is compiled: not unless
-    something has changed that it is built from.
+    """Install by uv. If uv refuses a project, as some without ``pyproject.toml``, install the project itself by pip.
+
+    Tests install their project again, which may compile for minutes. It is skipped if no source file has changed.
     """
     translated = ["-e" if word in ("-ve", "--editable") else word for word in words if word not in WITHOUT_EFFECT]
     folders = [value.partition("[")[0] for name, value in pairwise(translated) if name == "-e"]
