@@ -66,7 +66,7 @@ class ModelServer:
         await close_connections(self._connections)
 
     async def ask[T](self, path: str, body: Mapping[str, object] | None, what: str, pick: Callable[[Any], T]) -> T:
-        """What ``pick`` takes from the JSON of the response; otherwise as ``send``."""
+        """As ``send``, but returns the part of the response's JSON that ``pick`` selects."""
         answer = await self.send(path, body, what)
         try:
             return pick(from_json(answer))
@@ -145,7 +145,7 @@ class ModelServer:
                 raise
 
     async def logprobs(self, name: str, token_ids: Sequence[int]) -> list[float]:
-        """Those of ids 1 .. T-1, each given the ids before it, under the adapter."""
+        """Logprobs (nats) of ids 1 .. T-1 under the adapter, each given the ids before it."""
         if await self._is_sglang():
             found = await self._sglang_logprobs(name, token_ids)
         else:
@@ -188,7 +188,7 @@ _LEAST_MOVED = 0.25
 18,000 simulated updates of 0 to 0.15 nats, with 0.045 of rounding and 8 to 100 tokens, were refused."""
 
 Older = tuple[str, Sequence[float], Sequence[float]]
-"""A version that a server has beside the new one: its name, the trainer's and this server's logprobs of the probe."""
+"""An older version on the same server: its name, the trainer's and the server's logprobs of the probe."""
 
 
 def check_served_logprobs(name: str, served: Sequence[float], probe: Probe, older: Older | None) -> float:
@@ -280,7 +280,7 @@ class AdapterPublisher:
     async def publish(self, adapter: Adapter, probe: Probe | None = None) -> PublishReport:
         """Bring ``adapter`` into use. Raises ``PublishError``; then the version that was in use still is.
 
-        The probe is stored beside the weights and used again when they are published later, for example to a restarted
+        The probe is stored with the weights and used again when they are published later, for example to a restarted
         server. Without any probe, only the checksum is verified.
         """
         started = time.monotonic()
@@ -293,7 +293,7 @@ class AdapterPublisher:
         return PublishReport(adapter=adapter.name, seconds=seconds, difference=difference, unloaded=unloaded)
 
     async def stage(self, adapter: Adapter, probe: Probe | None = None) -> float | None:
-        """Load ``adapter`` beside the version in use, which stays that, and check it as ``publish`` does.
+        """Load and check ``adapter`` as ``publish`` does, but keep the version in use.
 
         Returns the largest mean absolute difference of a server's logprobs, in nats; ``None`` without any probe. Raises
         ``PublishError``; then it is unloaded wherever it was not before.

@@ -29,7 +29,7 @@ PROBE = "probe.json"
 PROBED = "probed.json"
 METRICS_FILE = "metrics.jsonl"
 UNFINISHED = (".new-*", ".verifier-*")
-"""What is not whole yet, and nobody's but its writer's."""
+"""Name patterns of unfinished folders, which only their writers may use."""
 
 _POINTER = ".current.json"
 _ABANDONED = 24 * 3600.0
@@ -166,17 +166,17 @@ class AdapterStore:
             raise PublishError(f"{adapter.name}: {path}: {why}")
 
     def keep_probe(self, adapter: Adapter, probe: Probe) -> None:
-        """Write the trainer's logprobs beside the weights. Raises ``StorageError``."""
+        """Write the trainer's logprobs into the version's folder. Raises ``StorageError``."""
         write_file(self.root / adapter.name / PROBE, probe.model_dump_json())
 
     def probe(self, adapter: Adapter) -> Probe | None:
-        """What ``keep_probe`` wrote. Raises ``StorageError`` when it is damaged."""
+        """The probe that ``keep_probe`` wrote. Raises ``StorageError`` if it is damaged."""
         return _read(self.root / adapter.name / PROBE, Probe)
 
     def previous_probe(self, adapter: Adapter, token_ids: Sequence[int]) -> tuple[str, Probe] | None:
-        """What a server would go on with that did not take ``adapter``, and its probe of the same text.
+        """The version that a server would still have if it did not load ``adapter``, and its probe of the same text.
 
-        That is the version in use; where ``adapter`` is that one itself, or there is no such probe, the newest before.
+        It is the version in use, or the newest one before if ``adapter`` is in use, or if there is no such probe.
         """
         name = adapter.name.rpartition("-v")[0]
         older = [each for each in reversed(self.versions(name)) if each.version < adapter.version]
@@ -193,7 +193,7 @@ class AdapterStore:
         write_file(self.root / adapter.name / PROBED, ServedBy(differences=known).model_dump_json())
 
     def served_by(self, adapter: Adapter) -> dict[str, float | None]:
-        """What ``note_served`` wrote: a server beside these has other weights by this name, those of a former run.
+        """Server -> difference, as ``note_served`` wrote it. Other servers may have a former run's weights.
 
         The note is in the version's directory, so that it is gone when the directory was made anew.
         """

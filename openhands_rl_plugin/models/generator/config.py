@@ -17,7 +17,7 @@ DEFAULT_ADAPTERS = "~/.openhands/rl_adapters"
 
 
 class GeneratorConfig(BaseModel):
-    """What the generation core needs: which model, how it is held, how much may run at once."""
+    """Options of the generator: the model, its format in memory, and the bounds of concurrent work."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -36,7 +36,7 @@ class GeneratorConfig(BaseModel):
     prefill_tokens: int | None = Field(
         default=None,
         ge=16,
-        description="Prompt tokens computed per step beside the decoding ones; None: 256, on a GPU 2048.",
+        description="Prompt tokens computed per step, in addition to decoding; None: 256, on a GPU 2048.",
     )
     max_adapters: int = Field(default=8, ge=1, description="LoRA adapters held at once.")
     cache_bytes: int = Field(default=GIB, ge=0, description="Bound of the prefix cache; 0 turns it off.")

@@ -48,7 +48,7 @@ from openhands_rl_plugin.models.generator.sequence import (
 _LOG = redacting_logger(__name__)
 BLOCK_TOKENS = 16
 _BLOCK_BYTES = 2048
-"""What Python and torch keep for a block beside its keys and values."""
+"""Memory of Python and torch for a block, in addition to its keys and values."""
 # Rows of float32 logits per step for prompt logprobs: 64 rows of a vocabulary of 150,000 take 38 MB.
 _OBSERVED_ROWS = 64
 # On a CPU, while the server is busy: what was freed lies between what is in use. To return it takes 10 ms.

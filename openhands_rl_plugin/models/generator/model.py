@@ -142,7 +142,7 @@ class StepRow:
 
 
 class StepPlan:
-    """Where each token of a flat step goes: those of short rows come first, then prompt chunks.
+    """The place of each token in a flat step: tokens of short rows first, then prompt chunks.
 
     ``groups``: short rows of one length that lie in neighbouring slots, as (the places of their tokens, the rows).
     ``chunks``: (first place, row).

@@ -47,7 +47,7 @@ class DecodingParams:
     prompt_logprobs: int | None = None
 
     def seeds(self, n: int) -> list[DecodingParams]:
-        """Those of ``n`` answers to one prompt: with a seed, answer i has seed + i (as in vLLM)."""
+        """Parameters of ``n`` completions of one prompt: with a seed, completion i has seed + i (as in vLLM)."""
         return [self if self.seed is None else replace(self, seed=self.seed + at) for at in range(n)]
 
 
@@ -65,7 +65,7 @@ class ScoredToken:
 
 
 def random_numbers(seed: int | None) -> torch.Generator:
-    """Those of one sequence: the same with the same seed; ``None``: a seed from the system's entropy."""
+    """A random generator for one sequence; ``None``: a seed from the system's entropy."""
     return torch.Generator().manual_seed((secrets.randbits(63) if seed is None else seed) % 2**63)
 
 

@@ -67,7 +67,7 @@ _BEGINS_CALL = re.compile(r"[<`{]")
 _SAMPLED = {field.name for field in fields(DecodingParams)} - {"max_tokens", "top_logprobs"}
 Ids = tuple[int, ...]
 Events = asyncio.Queue[tuple[int, ScoredToken | Future[Generation], str]]
-"""What the generator makes of the choices of a stream: (index of the choice, new token or its end, text to show)."""
+"""The generator's events for a stream: (index of the choice, new token or end, text to send)."""
 
 
 class PromptRenderer:
@@ -217,7 +217,7 @@ class ModelEndpoints:
         return await read_body(await request.body(), kind.model_validate_json)
 
     def _adapter(self, name: str | None) -> LoadedAdapter | None:
-        """That of a requested model; ``None`` for the base model. Raises ``NotFound``."""
+        """The adapter of a requested model; ``None`` for the base model. Raises ``NotFound``."""
         return None if not name or name == self._config.base_name else self._generator.adapter(name)
 
     async def _submit(

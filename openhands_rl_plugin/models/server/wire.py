@@ -61,7 +61,7 @@ async def unless_disconnected[T](request: Request, work: Awaitable[T]) -> T:
 
 
 async def _on_error(_: Request, error: Exception) -> Response:
-    """Of a body the first three problems, each with its field. 499 is for the access log: the client has left."""
+    """The response to an error; of an invalid body the first three problems. 499 (client left) is for the log."""
     match error:
         case ServingError():
             return error_response(error.status, error.message, error.kind, error.param)
@@ -83,7 +83,7 @@ ERROR_HANDLERS: Mapping[Any, Callable[[Request, Exception], Awaitable[Response]]
 
 MAX_TOP_LOGPROBS = 20
 LARGEST = 2**31 - 1
-"""Of every number without a narrower bound: what 32 bits hold fits wherever it is used."""
+"""The bound of numbers without a narrower one: 32 bits fit wherever they are used."""
 ModelName = Annotated[str, Field(max_length=1024)]
 # A list ends at its first wrong element: a million of them would be a million errors.
 TokenIds = Annotated[tuple[Annotated[int, Field(ge=-1, le=LARGEST)], ...], Field(fail_fast=True)]
@@ -172,7 +172,7 @@ class SamplingFields(OpenAIModel):
 
 
 class Conversation(OpenAIModel):
-    """What is rendered by the chat template."""
+    """The fields that the chat template renders."""
 
     messages: Messages = Field(default=(), min_length=1)
     tools: Annotated[tuple[Tool, ...], Field(fail_fast=True)] | None = None
