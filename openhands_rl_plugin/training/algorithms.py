@@ -215,12 +215,12 @@ def clip_bounds(settings: TrainingSettings) -> tuple[float, float]:
 
 
 def aggregation_of(settings: TrainingSettings) -> Aggregation:
-    """What counts the same in an optimiser batch."""
+    """The unit with equal weight in an optimiser batch: token, sequence, or a fixed length."""
     return algorithm_of(settings).aggregation if settings.aggregation == "auto" else settings.aggregation
 
 
 def old_logprobs_of(settings: TrainingSettings) -> OldLogprobs:
-    """Whose logprobs are the denominator of the ratio; "auto" only where that depends on their measured mismatch.
+    """Which logprobs are the ratio's denominator; "auto" if the choice depends on their measured mismatch.
 
     An importance correction weighs the recomputed ones against the recorded ones. GSPO's bounds are far below the
     difference of two engines, so that its first on-policy step would be clipped.

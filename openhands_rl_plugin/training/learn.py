@@ -45,9 +45,9 @@ PROBE_TOKENS = 128
 
 @dataclass(frozen=True)
 class TrainingJob:
-    """What one training makes, of what.
+    """One training: its settings, base model and adapter.
 
-    ``settings``: ``[rl.training]`` says how, ``[rl.reward]`` who judges. ``model``: the folder of the base model's
+    ``settings``: ``[rl.training]`` configures it, ``[rl.reward]`` judges. ``model``: the folder of the base model's
     weights; ``base_model``: its name in the episodes, empty for the only one that they have. ``name``: of the adapter,
     whose versions are in ``adapters``; ``parent``: the version to continue, ``None`` for the base model. ``ranks``: the
     processes that train together.
@@ -63,17 +63,17 @@ class TrainingJob:
 
     @property
     def folder(self) -> Path:
-        """Of metrics and checkpoints. Raises ``ConfigError`` for a name that is none of an adapter."""
+        """The folder of metrics and checkpoints. Raises ``ConfigError`` for an invalid adapter name."""
         return self.adapters.root / f"{check_name(self.name)}.training"
 
 
 async def policy_dataset(
     job: TrainingJob, storage: TrajectoryStorage, where: TrajectoryFilter | None = None, *, dry_run: bool = False
 ) -> TrainingDataset:
-    """What ``train_policy`` trains on: matching episodes of the base model and of the adapter's own versions.
+    """The dataset for ``train_policy``: matching episodes of the base model and of the adapter's versions.
 
-    To imitate or prefer also imported ones, which are given token ids by the model's chat template. ``dry_run``: scores
-    are not stored, no teacher is asked. Raises ``ConfigError``, and ``TrainingError`` where nothing can be learnt.
+    Imitation and preferences also use imported ones, which get token ids by the model's chat template. ``dry_run``:
+    scores are not stored, no teacher is asked. Raises ``ConfigError``, and ``TrainingError`` if nothing can be learnt.
     """
     training, where = job.settings.training, where or TrajectoryFilter()
     reward, algorithm = make_reward(job.settings.reward), algorithm_of(training)
@@ -98,7 +98,7 @@ async def policy_dataset(
 
 
 def _with_token_ids(episodes: Episodes, model: Path) -> Episodes:
-    """Those without token ids are rendered with the chat template of ``model``. Raises ``TrainingError``."""
+    """Tokenise episodes without token ids with the chat template of ``model``. Raises ``TrainingError``."""
     tokenizer = load_tokenizer(str(model))
     if not tokenizer.chat_template:
         raise TrainingError(f"{model}: its tokenizer has no chat template; put the model's chat_template.jinja there")
@@ -115,7 +115,7 @@ def train_policy(
     on_note: Callable[[str], None] = lambda _: None,
     run: Path | None = None,
     measure: Callable[[Trainer], Mapping[str, float]] = lambda _: {},
-    beside: Callable[[Path], None] = lambda _: None,
+    write_more: Callable[[Path], None] = lambda _: None,
 ) -> tuple[Adapter | None, Probe]:
     """Train by ``[rl.training]``, and write the next version of the adapter. A killed call resumes when it is repeated.
 
@@ -125,7 +125,7 @@ def train_policy(
         on_note: gets what a user should know before training begins, a line each.
         run: a directory for metrics and checkpoints (default: the job's ``folder``).
         measure: more metrics for the version's manifest, of what was trained.
-        beside: writes more files into the version's directory.
+        write_more: writes more files into the version's directory.
 
     Returns the version, which only rank 0 has, and the trainer's logprobs to check a server against. Raises
     ``TrainingError`` and ``StorageError``.
@@ -153,7 +153,7 @@ def train_policy(
         steps=int(found["steps"]),
         metrics=metrics,
         probe_ids=dataset.samples[0].input_ids,
-        beside=beside,
+        write_more=write_more,
     )
     trainer.finish()
     return version
@@ -197,7 +197,7 @@ def memory_line(model: Path, settings: TrainingSettings) -> str:
     if settings.engine != LOCAL:
         return f"memory: none here, {settings.engine} trains"
     need, free = memory_needed(model, settings) / 1e9, free_memory() / 1e9
-    return f"memory: about {need:.2f} GB for weights and optimiser, activations beside it; free: {free:.2f} GB"
+    return f"memory: about {need:.2f} GB for weights and optimiser, plus activations; free: {free:.2f} GB"
 
 
 def check_fits(model: Path, settings: TrainingSettings) -> None:
@@ -265,9 +265,9 @@ def create_version(
     steps: int,
     metrics: dict[str, float],
     probe_ids: Sequence[int],
-    beside: Callable[[Path], None] = lambda _: None,
+    write_more: Callable[[Path], None] = lambda _: None,
 ) -> tuple[Adapter | None, Probe]:
-    """Write what was trained as the next version of ``name``, with a probe beside it. A collective of all ranks.
+    """Write the trained weights as the next version of ``name``, with a probe. A collective of all ranks.
 
     Args:
         trainer: holds what was trained.
@@ -279,7 +279,7 @@ def create_version(
             ``step`` plus these.
         metrics: for the manifest.
         probe_ids: token ids of a recorded text; the last ``PROBE_TOKENS`` of them are probed.
-        beside: writes more files into the version's directory, after its weights.
+        write_more: writes more files into the version's directory, after its weights.
 
     Returns the new version, which only rank 0 has, and the trainer's logprobs to check a server against. Raises
     ``StorageError`` when the version cannot be written; then nothing of it remains.
@@ -289,7 +289,7 @@ def create_version(
 
         def write(directory: Path) -> None:
             trainer.save_adapter(directory)
-            beside(directory)
+            write_more(directory)
 
         adapter = store.create(
             name,
@@ -302,5 +302,5 @@ def create_version(
         )
     else:
         trainer.hand_over()
-    trainer.became(adapter)
+    trainer.set_policy_version(adapter)
     return adapter, probe

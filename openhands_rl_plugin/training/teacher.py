@@ -37,9 +37,9 @@ class ServedTeacher:
         self._http, self._model = ModelServer(base_url, api_key=api_key, timeout=600.0), model
 
     async def logprobs(self, token_ids: Sequence[int]) -> list[float | None]:
-        """Those of ids 1 .. T-1, each given the ids before it; ``None`` where it gives none.
+        """Logprobs (nats) of ids 1 .. T-1, each given the ids before it; ``None`` for an id without one.
 
-        Of a sequence that the server refuses, such as one that is too long, there are none.
+        All are ``None`` for a sequence that the server refuses, such as one that is too long.
         """
         try:
             return await self._http.prompt_logprobs(self._model, token_ids)
@@ -189,7 +189,7 @@ def _value(data: object, keys: Sequence[str]) -> str:
 
 
 def _actions(trajectory: Trajectory) -> str:
-    """What an attempt did, call by call."""
+    """The actions of an attempt as text, call by call."""
     messages = [trajectory.nodes[at].message for at in trajectory.acted()]
     calls = [[f"{call.name}({call.arguments})" for call in message.tool_calls] for message in messages]
     return "\n\n".join("\n".join(filter(None, (m.content, *own))) for m, own in zip(messages, calls, strict=True))

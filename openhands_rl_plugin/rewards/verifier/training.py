@@ -161,7 +161,7 @@ def train_verifier(
         (directory / REPORT_FILE).write_text(reports[0].model_dump_json(indent=1) + "\n", encoding="utf-8")
 
     imitated = TrainingDataset("sft", dataset.samples, dataset.units, base_model=job.model.resolve().name)
-    return train_policy(job, imitated, on_note=on_note, measure=measure, beside=describe_verifier)
+    return train_policy(job, imitated, on_note=on_note, measure=measure, write_more=describe_verifier)
 
 
 @torch.no_grad()

@@ -1,8 +1,9 @@
 """From scored episodes to training sequences: the advantage of every sampled token.
 
-By default every sampled token of an episode has the episode's advantage. ``step_rewards`` gives each turn its return to
-go, ``state_weight`` adds a comparison with other
-actions in the same state (GiGPO), ``tree = "proposals"`` trains all that a search proposed, whatever was chosen.
+``algorithms`` has the formulas (GRPO, RLOO, ...); this module says which rewards are compared, and which tokens get the
+result. By default every sampled token has the episode's advantage. ``step_rewards`` gives each turn its return to go.
+``state_weight`` adds a comparison with other actions in the same state (GiGPO). ``tree = "proposals"`` trains all
+proposals of a search, chosen or not.
 
 One difference from OpenRLHF, verl and TRL: every algorithm with groups leaves out a group whose rewards are all equal.
 Such a group has no signal, but whitening over tokens would give it advantages other than zero where lengths differ. For
@@ -241,7 +242,7 @@ def is_searched(trajectory: Trajectory) -> bool:
     decided = {nodes[at].parent for at in acted}
     others = (
         node for at, node in enumerate(nodes) if node.sampled and node.parent in decided and at not in acted
-    )  # a host keeps malformed answers beside the acted one, but no search has evaluated them
+    )  # siblings without search data are malformed completions that the host could not execute
     return any(node.visits > 0 or node.value is not None or bool(notes(node)) for node in others)
 
 

@@ -251,7 +251,7 @@ def samples_of_tree(
 
     ``advantages`` is ``node -> advantage``; sampled nodes without one are context only, and nodes of branches that were
     not fully recorded are left out. Every node is trained once, however many leaves are below it. ``again``: how often
-    a node was sampled beside that, and the advantage of those samplings, which have a sequence of their own. Raises
+    a node was sampled more often, and the advantage of those samples, which get a separate sequence. Raises
     ``TrainingError`` for the path to the head as ``samples_of`` does.
     """
     acted = {up for end in trajectory.ends() for up in trajectory.path(end)}
@@ -274,7 +274,7 @@ def samples_of_tree(
 
 
 def _leaves(trajectory: Trajectory, nodes: Collection[int]) -> list[int]:
-    """Those of ``nodes`` below which no other one is, in order."""
+    """The nodes of ``nodes`` without a descendant in ``nodes``, in order."""
     inner = {up for at in nodes for up in trajectory.path(at)[:-1]}
     return sorted(set(nodes) - inner)
 

@@ -158,7 +158,7 @@ A key of a count of them may say more behind a colon: ``"failed: model"``.
 
 
 def causes_of(excluded: Mapping[str, int]) -> list[str]:
-    """For each cause how many, why, and what to do about it: ``"3 have no reward: no report of tests"``."""
+    """A text for each cause: the count, the cause and the remedy, as ``"3 have no reward: no report of tests"``."""
     parts = [(count, *name.partition(": ")) for name, count in excluded.items() if count]
     return [f"{count} {CAUSES[cause]}{colon}{more}" for count, cause, colon, more in parts]
 
@@ -237,20 +237,20 @@ class TrainingDataset:
         return len(self.pairs) or self.used
 
     def lines(self) -> list[str]:
-        """What is trained on and what is not, for a user."""
+        """Counts of used and excluded episodes, for a user."""
         by_people = sum(pair.by_people for pair in self.pairs)
         pairs = [f"pairs: {len(self.pairs)}, {by_people} of them chosen by people"] if self.pairs else []
         warnings = [f"warning: {line}" for line in self.warnings()]
         return [f"episodes: {self.used} used; left out:{listed(causes_of(self.excluded))}", *pairs, *warnings]
 
     def warnings(self) -> list[str]:
-        """What is wrong with the data, and what to do about it, a line each."""
+        """Problems of the data with their remedies, a line each."""
         found: list[str] = []
         if self.untaught:
             found.append(f"{self.untaught:,} sampled tokens are left out: the teacher gave them no logprob")
         if self.searched:
             found.append(
-                f"a search chose the answers of {self.searched} of {self.used} episodes, and they are trained as if "
+                f"a search chose the completions of {self.searched} of {self.used} episodes; they are trained as if "
                 'the policy had sampled them: train what was sampled with tree = "proposals", or imitate what was '
                 'chosen with algorithm = "sft"'
             )
@@ -270,7 +270,7 @@ async def load_episodes(
 ) -> Episodes:
     """The stored episodes that ``base_model`` (empty: the only one) sampled, alone or with any version of ``adapter``.
 
-    With ``demonstrations`` also imported ones, whoever sampled them, with the outcome that their record says; with
+    With ``demonstrations`` also imported ones of any policy, with the outcome in their record; with
     ``presume`` those without a label count as chosen to be imitated: 1.0; with ``unjudged`` those without a reward
     are there, too, and those that failed of the model. People's preferences between two of them come with them, and
     those two also without a reward.

@@ -60,7 +60,7 @@ _TOOL: JsonObject = {
 
 
 class TemplateTraits(NamedTuple):
-    """What a template can say.
+    """Features of a chat template.
 
     ``native``: results, tools, and calls with their arguments as one JSON object. ``parallel``: several calls in a
     turn. ``repeats``: two messages of one role in a row.
@@ -258,7 +258,7 @@ class TokenMaker:
 
     @cached_property
     def traits(self) -> TemplateTraits:
-        """What the template can say."""
+        """The features of this template."""
         return traits_of(self.render)
 
     def render(self, messages: WireMessages, tools: Sequence[JsonObject], cue: bool) -> str:
@@ -308,7 +308,7 @@ class TokenMaker:
             )
 
     def _prompt_and_answer(self, messages: WireMessages, tools: Sequence[JsonObject]) -> tuple[str, str]:
-        """What the model is shown, and what it has to say to that, through the token that ends its turn."""
+        """The prompt, and the completion to train, up to the token that ends the turn."""
         prompt = self.render(messages[:-1], tools, True)
         whole = self.render(messages, tools, False)
         if not whole.startswith(prompt):

@@ -355,7 +355,7 @@ class TrainingLoop:
         self._listener.advanced(self._stage_name, f"paused: {why}" if why else "going on", 0, 1)
 
     async def _dataset(self, where: TrajectoryFilter, episodes: Sequence[Trajectory]) -> TrainingDataset:
-        """What is trained of a batch, which may be nothing."""
+        """The training data of a batch; it may be empty."""
         settings = self._settings.training
         rewards = await self._rewards(self._parts.objective, where, episodes)
         rewarded = algorithm_of(settings).rewarded

@@ -1,4 +1,4 @@
-"""The plan of a run, its persistent state, and the facts of it beside its stages, such as what evaluations show."""
+"""The plan of a run, its persistent state, and facts that are not in its stages, such as evaluations' results."""
 
 from __future__ import annotations
 
@@ -207,7 +207,7 @@ class RunFacts(Frozen):
 
     @classmethod
     def load(cls, directory: Path) -> Self | None:
-        """Of a run's folder; ``None`` where a run has none. Raises ``StorageError`` for a damaged file."""
+        """Load the facts of a run's folder; ``None`` if there are none. Raises ``StorageError`` for a damaged file."""
         try:
             return cls.model_validate_json((directory / FACTS).read_bytes())
         except FileNotFoundError:

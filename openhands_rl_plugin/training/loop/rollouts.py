@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from openhands_rl_plugin.models.adapters.publisher import AdapterPublisher, PublishReport
 
 
-_OUTAGE_BACKOFF = Backoff(first=0.5, longest=15.0)  # short beside the time that a server needs to load a model
+_OUTAGE_BACKOFF = Backoff(first=0.5, longest=15.0)  # short compared with the time that a server needs to load a model
 _MODEL_SERVER = frozenset({FailureKind.INFRASTRUCTURE, FailureKind.MODEL})
 """A version that a server has unloaded, or lost in a restart, is refused as unknown: a failure of the model."""
 
@@ -260,8 +260,8 @@ class GroupRunner:
         if begun is not None:
             where = TrajectoryFilter(run_id=requests[0].run_id, group_id=requests[0].group_id)
             stored = {trajectory.id: trajectory async for trajectory, _ in self._storage.find(where)}
-        plays = (play_until_valid(each, self, self._storage, stored, again=_MODEL_SERVER) for each in requests)
-        episodes = [asyncio.ensure_future(play) for play in plays]
+        attempts = (play_until_valid(each, self, self._storage, stored, again=_MODEL_SERVER) for each in requests)
+        episodes = [asyncio.ensure_future(attempt) for attempt in attempts]
         try:
             # A task group inside the loop's task group would nest the error in two exception groups.
             return Group(number, tuple(await asyncio.gather(*episodes)))

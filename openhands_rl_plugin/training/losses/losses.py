@@ -165,11 +165,10 @@ ROWS_AT_A_TIME = 128
 
 
 SUMS: tuple[str, ...] = ("tokens", "ratio", "approx_kl", "clip_share", "entropy", "drift", "kl", "weight")
-"""What a loss adds up over the trained tokens of a micro-batch, beside itself: how many they are; the importance ratio,
-current / old probability; the k3 estimate of KL(old || current), in nats; how many have a gradient that is clipped to
-zero; the entropy of the next-token distribution; the absolute difference of the logprobs from the recorded ones; the KL
-term, an estimate of the divergence from the base model, with a teacher of that from the teacher; the importance weight
-of the correction for stale rollouts."""
+"""Sums over the trained tokens of a micro-batch, besides the loss: the count; the importance ratio, current / old
+probability; the k3 estimate of KL(old || current), in nats; how many gradients are clipped to zero; the entropy of the
+next-token distribution; the absolute difference of the logprobs from the recorded ones; the KL term, an estimate of the
+divergence from the base model, or from the teacher; the importance weight of the correction for stale rollouts."""
 
 
 @torch.no_grad()

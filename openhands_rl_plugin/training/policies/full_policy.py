@@ -22,7 +22,7 @@ from openhands_rl_plugin.training.policies.packed_model import PackedModel, fuse
 _SHARD_BYTES = 4 * 1024**3  # a size per file that every file system and hub accepts
 _OWN_FILES = (".safetensors", ".bin", ".index.json")
 _OF_A_VERSION = frozenset({MANIFEST, PROBE, PROBED, "trained.json"})
-"""What was written beside the weights that training began with, about those."""
+"""Files in a version's folder that describe its own weights, and so are not copied to the next version."""
 
 
 class FullPolicy(PackedModel):

@@ -45,7 +45,7 @@ class PackedRows:
         self._made: dict[Hashable, Any] = {}
 
     def once(self, name: Hashable, make: Callable[[], Any]) -> Any:
-        """What ``make`` made for the first layer that asked for ``name``."""
+        """Call ``make`` once for ``name``, and return the same object to all later layers."""
         if name not in self._made:
             self._made[name] = make()
         return self._made[name]
@@ -397,7 +397,7 @@ class PackedModel(ABC):
         """The trained parameters, float32, by name."""
 
     def notes(self) -> list[str]:
-        """What a user should know before training begins, a line each."""
+        """Notes for the user before training begins, a line each."""
         if self.packing.packed:
             return []
         return [
@@ -542,7 +542,7 @@ class PackedModel(ABC):
             raise self._refusal(problem)
 
     def _problem(self, plain: Sequence[Tensor]) -> str:
-        """What is wrong with the logprobs of several sequences, in one clause; empty when they are right.
+        """The error of packed logprobs, in one clause; empty if they are correct.
 
         They must be those of the ``plain`` model, one sequence at a time. Those of a pack must not depend on tokens of
         another sequence: a gradient is 0 or not, at any precision.

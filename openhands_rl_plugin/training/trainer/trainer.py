@@ -308,13 +308,13 @@ class Trainer:
         self.policy.save(directory)
 
     def hand_over(self) -> None:
-        """What other ranks do while rank 0 calls ``save_adapter``: send it their shards of the weights."""
+        """Send this rank's shards of the weights to rank 0, which calls ``save_adapter`` at the same time."""
         if isinstance(self.policy, FullPolicy):
             self.policy.hand_over()
 
     @property
     def notes(self) -> list[str]:
-        """What a user should know before training begins, a line each."""
+        """Notes for the user before training begins, a line each."""
         return self.policy.notes() if self.is_main_process else []
 
     @property
@@ -331,8 +331,8 @@ class Trainer:
             max_difference=self.policy.probe_tolerance,
         )
 
-    def became(self, adapter: Adapter | None) -> None:
-        """Note that the weights are this version now, which only rank 0 has. A collective."""
+    def set_policy_version(self, adapter: Adapter | None) -> None:
+        """Set the version of the current weights on all ranks; only rank 0 passes ``adapter``. A collective."""
         self._version = self._ranks.broadcast(adapter.version if adapter is not None else self._version)
 
     def finish(self) -> None:
@@ -407,8 +407,11 @@ class Trainer:
         return metrics_of(tally)
 
     def _begin(self, items: list[TrainingSample], loss: Loss, kept: RunCheckpoint | None) -> dict[str, Any]:
-        """What checkpoints of a call have beside its state: ``done`` steps of a killed call that is resumed, the
-        ``first_step``, the ``tally``, and where they are recomputed, the old and the recorded ``logprobs``."""
+        """The data of a call's checkpoints, besides the state of weights and optimiser.
+
+        ``done``: steps of the killed call that is resumed; the ``first_step``; the ``tally``; and the old and recorded
+        ``logprobs``, if they were recomputed.
+        """
         state, limit = kept.resume() if kept is not None else None, self._micro_batch_tokens
         if state is not None:
             start = {name: state.pop(name) for name in ("done", "first_step", "tally", "logprobs")}
