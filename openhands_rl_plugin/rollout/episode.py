@@ -50,7 +50,7 @@ def failed_episode(
     started: float,
     unfinished: Trajectory | None = None,
 ) -> Trajectory:
-    """An episode that ended with ``failure``, with what is stored of it. ``started`` is in seconds since the epoch."""
+    """Make a trajectory that ended with ``failure``, with the stored nodes. ``started``: seconds since the epoch."""
     tree = EpisodeTree() if unfinished is None else EpisodeTree.thaw(unfinished)
     return tree.freeze(
         request,
@@ -64,11 +64,11 @@ def failed_episode(
 
 
 class Episode:
-    """One episode while it runs: its tree, its limits, what of it is stored, and its end. Every host records in one.
+    """One episode while it runs: its tree, its limits, its journal and its end. Every host records into one.
 
-    It is the ``LLMEngine`` of its own strategy. Without an ``engine`` the strategy samples nothing, as a script does.
-    ``turns`` counts the answers that were chosen; a host may not be able to read some. ``error`` must stop the whole
-    run.
+    The episode is the ``LLMEngine`` of its own strategy. Without an ``engine`` the strategy cannot sample; scripted
+    ones need none. ``turns`` counts the chosen completions, also malformed ones. ``error``: an error that must stop the
+    whole run.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class Episode:
 
     @property
     def episode_seed(self) -> int | None:
-        """The episode's seed, which a search combines with its own; ``None`` where the engine has none."""
+        """The engine's seed of this episode, which a search combines with its own; ``None`` if it has none."""
         return getattr(self._engine, "episode_seed", None)
 
     async def complete(
@@ -110,7 +110,7 @@ class Episode:
         n: int = 1,
         sampling: SamplingParams | None = None,
     ) -> list[Completion]:
-        """Sample ``n`` answers when all before is stored.
+        """Store the nodes so far, then sample ``n`` completions.
 
         Raises what the engine raises, ``StorageError``, and ``ConfigError`` without an engine.
         """
@@ -124,9 +124,9 @@ class Episode:
         self._journal = EpisodeJournal(storage, self._start())
 
     def resume(self, unfinished: Trajectory, storage: TrajectoryStorage | None) -> bool:
-        """Go on after what is stored; the time limit starts again. False when that is another episode."""
+        """Continue a stored episode; its time limit starts again. returns false for another episode."""
         self.started = unfinished.times.started
-        # The tools of an environment may be known after its reset only.
+        # An environment may know its tools only after the reset.
         if self._start().model_copy(update={"tools": unfinished.tools}) != EpisodeStart.of(unfinished):
             return False
         self.tree = EpisodeTree.thaw(unfinished, clock=time.time)
@@ -135,9 +135,9 @@ class Episode:
         return True
 
     async def decide(self, world: Forkable | None) -> int:
-        """The node that the strategy chooses to execute. ``world``: the live episode, where it can be forked.
+        """Let the strategy choose the node to execute. ``world``: the live environment, if it can be forked.
 
-        Raises ``CaughtFailure`` when no answer can be had, and ``ConfigError``, both kept for the end of the episode.
+        Raises ``CaughtFailure`` if no completion can be sampled, and ``ConfigError``. Both are kept for ``freeze``.
         """
         self.failure = None
         self.tree.turns_left = self.limits.max_turns - max(self.turns, self.tree.turns)
@@ -169,7 +169,7 @@ class Episode:
             self.tree.add_reward(reward)
 
     def limit_reached(self) -> StopReason | None:
-        """Why the episode is over: its environment has ended it, or a limit is reached; ``None`` when it goes on."""
+        """Why the episode is over: its environment ended it, or a limit is reached; ``None`` if it continues."""
         tree, limits = self.tree, self.limits
         if tree.terminated:
             return StopReason.TERMINATED
@@ -184,8 +184,10 @@ class Episode:
         return None
 
     async def keep_up(self, *, answers: bool = False) -> None:
-        """Store the nodes since the last call; ``answers``: only where an answer is among them. Raises
-        ``StorageError``."""
+        """Store the nodes since the last call. Raises ``StorageError``.
+
+        ``answers``: only if a completion is among them.
+        """
         if self._journal is None or (answers and not self._journal.lacks_answers(self.tree)):
             return
         try:
@@ -197,8 +199,11 @@ class Episode:
     def freeze(
         self, *, stop: StopReason | None = None, failure: Failure | None = None, evidence: JsonObject | None = None
     ) -> Trajectory:
-        """The episode as a trajectory. With a failure it ends as an error; its own failure takes precedence, because
-        it came first and says more. ``stop`` and ``evidence`` take precedence over its own."""
+        """The episode as a trajectory. With a failure its stop reason is ``ERROR``.
+
+        The episode's own failure takes precedence over ``failure``, because it came first. The arguments ``stop`` and
+        ``evidence`` take precedence over its own.
+        """
         failure = self.failure = self.failure or failure
         return self.tree.freeze(
             self.request,
@@ -230,7 +235,7 @@ class Episode:
 
 
 class RecordedFork:
-    """An environment, or a fork of one, whose observations are those that the session records. Itself it is forked."""
+    """An environment, or a fork of one, whose observations are clipped to the limits, as recorded ones are."""
 
     def __init__(self, environment: Any, limits: Limits) -> None:
         self._environment, self._limits = environment, limits
@@ -238,23 +243,23 @@ class RecordedFork:
 
     @property
     def info(self) -> EnvInfo:
-        """The environment's own."""
+        """The info of the environment."""
         return info_of(self._environment)
 
     async def step(self, action: Message) -> Observation:
-        """Execute an answer; the observation is cut to ``max_obs_length``."""
+        """Execute a completion; the observation is cut to ``max_obs_length``."""
         return clip(await self._environment.step(action), self._limits)
 
     async def fork(self) -> RecordedFork:
-        """A copy of the episode as it stands."""
+        """A copy of the environment in its current state."""
         return RecordedFork(await self._environment.fork(), self._limits)
 
 
 class LiveEnvironment:
     """One episode of one environment, for the host that steps it.
 
-    ``failure`` is its first. After ``conclude`` there are ``evidence`` and ``owed``, the reward of the last action of
-    an episode that a limit cut, where the environment gives its reward at the end only.
+    ``failure`` is the first one. ``conclude`` sets ``evidence``, and ``owed`` if a limit cut the episode: the reward of
+    the last action, from an environment that gives a reward only at the end.
     """
 
     def __init__(self, environment: Environment) -> None:
@@ -266,16 +271,16 @@ class LiveEnvironment:
         self._concluding = asyncio.Lock()
 
     def world(self, limits: Limits) -> Forkable | None:
-        """The episode, for search to fork; ``None`` when the environment cannot be forked."""
+        """The environment, for a search to fork; ``None`` if it cannot be forked."""
         return RecordedFork(self.environment, limits) if isinstance(self.environment, Forkable) else None
 
     async def reset(self, task: Task) -> Observation:
-        """Begin. Raises ``CaughtFailure``."""
+        """Begin the episode. Raises ``CaughtFailure``."""
         self._begun = True
         return await self._met("reset", lambda: self.environment.reset(task))
 
     async def step(self, action: Message) -> Observation:
-        """Execute an answer. Raises ``CaughtFailure``."""
+        """Execute a completion. Raises ``CaughtFailure``."""
         self._answered = False
         observation = await self._met("step", lambda: self.environment.step(action))
         self._answered = not (observation.terminated or observation.truncated)
@@ -284,7 +289,7 @@ class LiveEnvironment:
     async def conclude(self, *, cut: bool = True) -> None:
         """Collect the evidence of an episode that began, then close the environment; a second call waits for the first.
 
-        ``cut``: whether it is a limit that ends the episode.
+        ``cut``: whether a limit ends the episode.
         """
         async with self._concluding:
             try:
@@ -316,7 +321,7 @@ class LiveEnvironment:
             with boundary(FailureKind.ENVIRONMENT, f"environment.{what}"):
                 return await call()
         except CaughtFailure as caught:
-            if ended == self._ended:  # else the end of the episode has interrupted it
+            if ended == self._ended:  # otherwise the episode's end interrupted the call
                 self.failure = self.failure or caught.failure
             raise
 

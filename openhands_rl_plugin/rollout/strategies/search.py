@@ -41,21 +41,19 @@ from openhands_rl_plugin.core.types import (
 
 
 class StrictOptions(Frozen):
-    """Options as a configuration file gives them, with types of its own: no truth or text for a number, and numbers
-    that are finite, because a search computes with them."""
+    """Options with the strict types of a configuration file: no boolean or text for a number, and finite numbers."""
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
 
 
 class SearchBudget(StrictOptions):
-    """Bounds; ``None`` is none.
+    """Bounds of a search; ``None``: no bound.
 
-    ``calls``: completions requested. ``steps``: of forked environments, including replays to reach a state. Both are
-    counted before they are requested, so that concurrent branches keep to them together. ``tokens``: prompt and
-    sampled tokens, as the server bills them; they are known when a call is answered, so that the calls under way may go
-    over. ``seconds``: of wall time while turns are searched, not of that between them; what is under way when they are
-    over is given up, and its tokens are not known. They alone bound what a verifier or a reward computes to judge a
-    state.
+    ``calls``: requested completions. ``steps``: of forked environments, including replays to reach a state. Both are
+    counted before the request, so that concurrent branches share the bound. ``tokens``: prompt and sampled tokens, as
+    the server bills them. They are known after a call, so running calls may exceed the bound. ``seconds``: wall time of
+    searching turns, not between turns. At this bound running work is cancelled, and its tokens stay unknown. Only
+    ``seconds`` bounds the work of a verifier or reward that judges a state.
     """
 
     calls: int | None = Field(default=None, ge=1)
@@ -65,19 +63,18 @@ class SearchBudget(StrictOptions):
 
 
 class SpentError(RLError):
-    """A budget does not allow the request."""
+    """Raised if a budget does not allow a request."""
 
 
 class SearchOptions(StrictOptions):
     """The options of all strategies that sample several answers and judge them.
 
-    ``temperature`` makes branches differ. ``seed`` makes a search repeatable as long as no budget cuts it and no branch
-    dies: a call's seed follows from it, from the episode's own where the engine says that, and from the actions before
-    the call, not from concurrent calls (``None`` leaves seeds to the engine). ``turn_budget`` bounds the search for one
-    turn, ``episode_budget`` bounds that of all turns together; once it is spent every turn is one plain completion.
-    ``value`` names the function that judges a state. ``step_timeout`` is in seconds, for
-    one step of a fork together with making it; it is longer than any command may take. ``open_worlds`` bounds the forks
-    held at a time.
+    ``temperature`` makes branches differ. ``seed`` makes a search repeatable unless a budget cuts it or a branch dies.
+    A call's seed depends on it, on the engine's episode seed if there is one, and on the actions before the call, not
+    on concurrent calls (``None``: the engine chooses seeds). ``turn_budget`` bounds the search for one turn,
+    ``episode_budget`` that of all turns; once it is spent, every turn is one plain completion. ``value`` names the
+    value function. ``step_timeout``: seconds for one step of a fork and for making it; longer than any command may
+    take. ``open_worlds``: the most open forks.
     """
 
     temperature: float = Field(default=1.0, gt=0)
@@ -91,7 +88,7 @@ class SearchOptions(StrictOptions):
 
 
 def checked[M: BaseModel](kind: type[M], options: Mapping[str, object]) -> M:
-    """``options`` as a model. Raises ``ConfigError`` that names the wrong ones, each on a line."""
+    """Validate ``options``. Raises ``ConfigError`` with a line for each invalid one."""
     try:
         return kind.model_validate(options)
     except ValidationError as error:
@@ -100,16 +97,16 @@ def checked[M: BaseModel](kind: type[M], options: Mapping[str, object]) -> M:
 
 
 NOTES = "search"
-"""The key of the strategies' own part of a node's metadata."""
+"""The key of the strategies' part of a node's metadata."""
 
 
 def notes(node: Node) -> JsonObject:
-    """The strategies' part of a node's metadata, to be read."""
+    """The strategies' part of a node's metadata, for reading."""
     return json_object(node.metadata.get(NOTES))
 
 
 def note(node: DraftNode) -> JsonObject:
-    """The strategies' part of a node's metadata, to be written."""
+    """The strategies' part of a node's metadata, for writing."""
     found = node.metadata.setdefault(NOTES, {})
     assert isinstance(found, dict)
     return found
@@ -138,7 +135,7 @@ def action_key(message: Message) -> tuple[object, ...]:
 
 @asynccontextmanager
 async def within(seconds: float | None, late: Callable[[], Exception]) -> AsyncIterator[None]:
-    """Raises ``late`` when the block takes longer."""
+    """Raise ``late`` if the block takes longer."""
     limit = asyncio.timeout(seconds)
     try:
         async with limit:
@@ -154,13 +151,13 @@ _CLOSE_TIMEOUT = 60.0
 
 
 class ForkPool:
-    """Forks by the states at which they stand, at most ``most`` at a time.
+    """Forks by their states, at most ``most`` at a time. It closes every fork.
 
     A fork has a place from before it is made until it is closed. If all places are taken, the least recently used fork
     is closed, unless it is being copied. No task waits for a place while it copies a fork, so there is no deadlock.
 
-    A started close continues when its caller is cancelled, as no other task would close the fork. It is given up after
-    ``patience`` seconds.
+    A started close continues if its caller is cancelled, because no other task would close the fork. It is abandoned
+    after ``patience`` seconds.
     """
 
     def __init__(self, most: int, patience: float) -> None:
@@ -183,27 +180,27 @@ class ForkPool:
         self._free -= 1
 
     def leave(self) -> None:
-        """Give a place back."""
+        """Release a place."""
         self._free += 1
         self._changed.set()
 
     def end(self, environment: Environment | asyncio.Future[Environment]) -> asyncio.Future[None]:
-        """Close a fork that is not kept, or that is being made, and give its place back."""
+        """Close a fork that is not kept, or is still being made, and release its place."""
         closing = asyncio.create_task(self._end(environment))
         self._closing.add(closing)
         closing.add_done_callback(self._closing.discard)
         return asyncio.shield(closing)
 
     def get(self, state: int | None) -> Environment | None:
-        """The fork that is kept at ``state``, which counts as used now."""
+        """The fork kept at ``state``; it becomes the most recently used."""
         if state in self._kept:
             self._kept.move_to_end(state)
         return self._kept.get(state)
 
     async def copy(self, state: int | None, origin: Forkable) -> Environment:
-        """A copy of ``origin``, for which a place was taken; what is kept at ``state`` stays open meanwhile.
+        """Copy ``origin``; the caller holds a place for the copy. The fork at ``state`` stays open meanwhile.
 
-        Where the caller is cancelled, the copy is closed as soon as it is made.
+        If the caller is cancelled, the copy is closed as soon as it is made.
         """
         self._copied[state] += 1
         making = asyncio.Task(origin.fork(), loop=asyncio.get_running_loop(), eager_start=True)
@@ -217,7 +214,7 @@ class ForkPool:
             self._changed.set()
 
     def keep(self, state: int | None, environment: Environment) -> None:
-        """Keep a fork, which has a place, until another fork needs the place."""
+        """Keep a fork, with its place, until another fork needs the place."""
         self._kept[state] = environment
         self._changed.set()
 
@@ -256,18 +253,18 @@ async def together[T](work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     return [task.result() for task in tasks]
 
 
-# Larger than any number of answers to one call, whose seeds are consecutive.
+# Larger than any number of completions of one call, whose seeds are consecutive.
 _SEED_STEP = 7_919
 _SEEDS = 2**31
 
 
 def episode_seed(engine: LLMEngine) -> int | None:
-    """The seed of an engine of one episode, where it has one."""
+    """The episode seed of an engine, or ``None``."""
     return getattr(engine, "episode_seed", None)
 
 
 def call_seed(seed: int, engine: LLMEngine, tree: EpisodeTree, parent: int | None, asking: int) -> int:
-    """The seed of a search with ``seed`` for its next call at ``parent``, where ``asking`` answers are under way.
+    """The seed of a search for its next call at ``parent``, with ``asking`` completions in flight.
 
     Episodes of one task differ by their own seeds, or all samples of a group would be the same.
     """
@@ -293,10 +290,10 @@ class Search:
         # For the decided node's metadata: branches that died or were refused by the model (``dropped``), states without
         # an estimate, states without yes or no of the model, and the bound that was reached (``cut_by``).
         self.log: dict[str, Any] = {"merged": 0, "dropped": 0, "cut_by": None, "unjudged": 0, "undecided": 0}
-        # Whether the model took no prompt in a branch, which does not mean that it will take none in the episode.
+        # Whether the model refused a branch's prompt; it may still accept that of the episode.
         self.refused = False
         self.last_failure: Failure | None = None
-        # Of this turn, and of those before, whose last one has them in its report.
+        # Spending of this turn, and of earlier turns, from the last one's report.
         self._counts, self._began = {"calls": 0, "tokens": 0, "steps": 0}, time.monotonic()
         reports = (notes(node).get("report") for node in reversed(tree.nodes))
         last: Any = next(filter(None, reports), {"episode": {}})
@@ -314,7 +311,7 @@ class Search:
 
     @property
     def gives_rewards(self) -> bool:
-        """Whether the world's steps can earn rewards."""
+        """Whether the environment's steps emit rewards."""
         return info_of(self.world).emits_rewards
 
     @property
@@ -345,11 +342,11 @@ class Search:
         return tree.longest_prompt is None or tree.prompt_length(state) <= tree.longest_prompt
 
     async def candidates(self, parent: int | None, count: int) -> list[int]:
-        """Sample ``count`` actions below ``parent``, or as many as the budgets allow; equal ones are merged into one
-        node, and both are counted.
+        """Sample ``count`` actions below ``parent``, or as many as the budgets allow.
 
-        Returns the nodes of the sampled actions without repetition, known ones among them. Where the model refuses the
-        prompt of a branch, the branch is dropped; raises ``ModelError`` where it refuses that of the episode itself.
+        Equal actions are merged into one node, which counts them. Returns the nodes of the sampled actions, each once,
+        also known ones. If the model refuses the prompt of a branch, the branch is dropped. Raises ``ModelError`` if it
+        refuses that of the episode itself.
         """
         if self.exhausted() or count < 1:
             return []
@@ -374,18 +371,18 @@ class Search:
         return list(dict.fromkeys(self._add(parent, completion) for completion in completions))
 
     async def plain(self) -> int:
-        """One completion as without search; a budget does not stop it, because every turn needs an action."""
+        """One plain completion, regardless of budgets, because every turn needs an action."""
         self._counts["calls"] += 1
         sampling = self._sampling(self.root)
         completion = (await self.engine.complete(self.tree.messages(), tools=self.tree.tools, sampling=sampling))[0]
         return self._add(self.root, completion)
 
     def total(self, path: Sequence[int]) -> float:
-        """The sum of the rewards of actions that were stepped."""
+        """The sum of the rewards of executed actions."""
         return sum(self.tree.nodes[at].reward or 0.0 for at in path)
 
     async def ask(self, messages: Sequence[Message], *, max_tokens: int) -> Completion | None:
-        """One greedy completion that is no candidate, ``None`` when no budget allows it or the model refuses."""
+        """One greedy completion that is no candidate; ``None`` if the budgets or the model do not allow it."""
         if self.exhausted():
             return None
         self._counts["calls"] += 1
@@ -402,16 +399,16 @@ class Search:
         return completion
 
     async def in_time[T](self, work: Coroutine[Any, Any, T]) -> T:
-        """Ends the work, with ``SpentError``, when the seconds of a budget are over."""
+        """Cancel the block with ``SpentError`` when the seconds of a budget are over."""
         left, name = min(((left, name) for name, _, left in self._left("seconds")), default=(None, ""))
         async with within(left, lambda: self._spent(name)):
             return await work
 
     async def simulate(self, action: int) -> bool:
-        """Take ``action`` in a fork of the world at its parent, unless that was done; the answer comes below it.
+        """Execute ``action`` in a fork at its parent, once; the observation becomes its child.
 
-        False when no budget allows it, or the step failed: then the action is dropped from the search, with the failure
-        noted on it.
+        Returns false if no budget allows it, or if the step failed. A failed action is dropped from the search, and its
+        metadata has the failure.
         """
         assert self.world is not None
         # Concurrent simulations of one action share one step of it.
@@ -430,7 +427,7 @@ class Search:
             return True
 
     async def give_up(self, state: int) -> None:
-        """Close the fork that is kept at ``state``, because it is not needed any more."""
+        """Close the fork kept at ``state``, which is no longer needed."""
         if self._worlds.get(state) is not None:
             await self._worlds.end(self._worlds.take(state))
 
@@ -450,7 +447,7 @@ class Search:
         self._worlds.keep(self.root, environment)
 
     def drop(self, action: int, failure: Failure) -> None:
-        """Take a branch out of the search for good."""
+        """Drop a branch from the search."""
         if not self.alive((action,)):
             return
         self.log["dropped"] += 1
@@ -466,20 +463,20 @@ class Search:
         return self.alive([at for at in self.tree.children(state) if self.tree.nodes[at].sampled])
 
     def stepped(self, action: int) -> bool:
-        """Whether an environment has answered ``action`` in a simulation that still counts."""
+        """Whether ``action`` was executed in a simulation that is still valid."""
         return "state" in notes(self.tree.nodes[action])
 
     def state(self, action: int) -> int:
-        """The last node of what the environment answered to ``action``, which was ``stepped``."""
+        """The last node of the observation of ``action``, which was ``stepped``."""
         state = notes(self.tree.nodes[action])["state"]
         assert isinstance(state, int)
         return state
 
     @asynccontextmanager
     async def world_at(self, state: int | None) -> AsyncIterator[Environment]:
-        """A fork at ``state``, for reading; if the episode has ended, the one that reached the end.
+        """A fork at ``state``, only for reading; if the episode has ended, the fork that reached the end.
 
-        Raises what forking and stepping raise, and ``SpentError`` when no budget allows the way back to the state.
+        Raises the errors of forking and stepping, and ``SpentError`` if the budgets do not allow a replay to the state.
         """
         environment = await self._fork_at(state, 0)
         try:
@@ -488,11 +485,11 @@ class Search:
             await self._worlds.end(environment)
 
     async def _fork_at(self, state: int | None, steps: int) -> Environment:
-        """A fork at ``state``, with a place for it; ``steps`` more are entered. Raises ``SpentError``."""
+        """A fork at ``state``, with a place. Also counts ``steps`` for the caller. Raises ``SpentError``."""
         way = self._actions_to(state)
         kept = self._worlds.get(state)
         if kept is not None and (not way or not isinstance(kept, Forkable) or ended(self.tree.nodes[way[-1]])):
-            # It need not be copied, or cannot be.
+            # No copy is needed, or none is possible.
             self._enter_steps(steps)
             return self._worlds.take(state)
         await self._worlds.enter()
@@ -508,7 +505,7 @@ class Search:
             raise
         async with self._step_time():
             environment = await self._worlds.copy(state, origin)
-            # A server reports that it cannot copy only on the first request.
+            # A server reports only on the first request that it cannot copy.
             self._counts["steps"] += max(0, info_of(origin).fork_steps - known)
             try:
                 await self._replay(environment, way)
@@ -589,7 +586,7 @@ class Search:
         self._counts["tokens"] += completion.usage.prompt_tokens + completion.usage.completion_tokens
 
     def _enter_steps(self, count: int) -> None:
-        """Raises ``SpentError`` when a budget does not allow them."""
+        """Count the steps. Raises ``SpentError`` if a budget does not allow them."""
         for name, what, left in self._left("seconds", "steps"):
             if left <= 0 if what == "seconds" else left < count:
                 raise self._spent(name)

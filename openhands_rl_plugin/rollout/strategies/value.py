@@ -31,24 +31,24 @@ from openhands_rl_plugin.rollout.strategies.search import Search, SpentError, St
 
 
 class ValueEstimate(NamedTuple):
-    """``value`` is expected after ``path``, the actions that were simulated to find out; their rewards come on top."""
+    """``value``: the expected return after ``path``, the simulated actions, whose rewards are added to it."""
 
     value: float
     path: tuple[int, ...] = ()
 
 
 class ValueFunction(Protocol):
-    """Estimates the return from a state on. ``needs_world``: only where the environment can fork.
+    """Estimates the return from a state on. ``needs_world``: whether it needs an environment that can fork.
 
-    It may have ``estimate_end``, too, with the arguments and the result of ``estimate``, for a state in which the
-    episode has ended: without it such a state is worth its rewards.
+    It may also have ``estimate_end``, with the signature of ``estimate``, for states in which the episode has ended.
+    Without it, such a state has no value beyond its rewards.
     """
 
     name: str
     needs_world: bool
 
     async def estimate(self, search: Search, state: int) -> ValueEstimate | None:
-        """``state`` is a node of ``search.tree``. ``None`` where there is no estimate, which is not the same as 0.0."""
+        """Estimate the return from ``state``, a node of ``search.tree``. ``None``: no estimate, which is not 0.0."""
         ...
 
 
@@ -62,7 +62,7 @@ async def value_after(value: ValueFunction, search: Search, action: int, state: 
     over, known = ended(node), notes(node).get("worth_of_end")
     if over and isinstance(known, float):
         return ValueEstimate(known)
-    # Nothing is earned beyond the last turn, so that what looks promising there is worth what it has earned.
+    # No reward comes after the last turn, so a state there has no value beyond its rewards.
     if over or (search.world is not None and search.gives_rewards and not search.goes_on(state)):
         estimate = ValueEstimate(0.0) if judge_end is None else await judge_end(search, state)
         if over:
@@ -82,7 +82,7 @@ class NoValue:
     needs_world = False
 
     def __init__(self, options: StrictOptions | None = None) -> None:
-        """There are no options."""
+        """Takes no options."""
 
     async def estimate(self, search: Search, state: int) -> ValueEstimate:
         """Return 0."""
@@ -137,8 +137,10 @@ class ModelValue:
         """There are no options."""
 
     async def estimate(self, search: Search, state: int) -> ValueEstimate | None:
-        """Sample once. An answer that is neither yes nor no counts as undecided, 0.5; the report says how
-        many there were, because a model that thinks before it answers gives no others."""
+        """Sample once. A completion that is neither yes nor no counts as 0.5.
+
+        The report counts these, because a model that reasons first gives no others.
+        """
         question = Message(role="user", content=_QUESTION)
         answer = await search.ask((*search.tree.messages(state), question), max_tokens=4)
         if answer is None:
@@ -159,10 +161,11 @@ class ModelValue:
 
 
 class RewardValueOptions(StrictOptions):
-    """Names a reward of the registry. ``unfinished``, for rewards between 0 and 1: how far the value of a state in
-    which the episode has not ended is from what the reward says, towards the middle: 0.2 makes 0.2 of 0, and 0.8 of 1.
-    Then an end is worse than to go on where all is not well, and better where it is. Where steps earn nothing this
-    holds for the last turn, too: an episode in use may have more turns than one in training.
+    """``reward`` names a reward of the registry. ``unfinished``: for rewards from 0 to 1, and states before an end.
+
+    It moves their value towards 0.5: 0.2 turns 0 into 0.2, and 1 into 0.8. So a bad state before the end is worth more
+    than a bad end, and a good one less than a good end. If steps emit no rewards, it also applies at the last turn,
+    because an episode in use may have more turns than one in training.
     """
 
     reward: str = "return"
@@ -201,15 +204,17 @@ class RewardValue:
         return ValueEstimate(score + self._unfinished * (1 - 2 * score) - reward)
 
     async def estimate_end(self, search: Search, state: int) -> ValueEstimate | None:
-        """As for any other state, but finished."""
+        """As ``estimate``, for an episode that has ended."""
         asked = workspace_command(self._reward)
         score = await judged_in_time(search, self._reward, _so_far(search, state, asked))
         return None if score is None else ValueEstimate(score - earned(search, state))
 
 
 async def judged_in_time(search: Search, reward: Reward, episode: Coroutine[Any, Any, Trajectory]) -> float | None:
-    """The score of ``episode`` by ``reward``; ``None`` where it fails, has none, or the seconds of a budget are over
-    before it ends. The log says why."""
+    """The score of ``episode`` by ``reward``; ``None`` if it fails, returns none, or a budget's seconds are over.
+
+    The log has the reason.
+    """
 
     async def judge() -> Score:
         with boundary(FailureKind.GRADER, f"value {reward.version}"):
@@ -249,7 +254,7 @@ async def _so_far(search: Search, state: int, asked: WorkspaceCommand | None) ->
                     f"value 'reward': `{asked.command}` judges a workspace, and this environment has none: choose "
                     "another reward"
                 )
-            # After the evidence: what it writes is no part of the patch.
+            # After the evidence, so that files it writes are not in the patch.
             evidence = {**evidence, CHECKED: (await check(asked)).model_dump(mode="json")}
         return episode_so_far(search, state, evidence)
 
@@ -274,9 +279,7 @@ def episode_so_far(search: Search, state: int, evidence: JsonObject) -> Trajecto
 
 
 class VerifierValueOptions(StrictOptions):
-    """The keys are those of the reward ``verifier``, such as ``adapter`` and ``base_url``; ``verifier`` names another
-    reward of that kind.
-    """
+    """Options of the reward ``verifier``, such as ``adapter`` and ``base_url``. ``verifier``: another such reward."""
 
     model_config = ConfigDict(extra="allow")
 
