@@ -19,10 +19,11 @@ READY_DOCS := .venv-docs/.ready
 # Pages that are made from the source, by .ci/docs/generate.py.
 COG := -I .ci/docs -p "import generate" $(shell grep -rl '\[\[\[cog' docs)
 
-# Three processes of about equal length. One imports OpenHands and one PyTorch, which take five seconds or more each.
-hosts := tests/core tests/docs tests/golden tests/hosts
-training := tests/apps tests/cli tests/models tests/rewards tests/rollout tests/session $(sort $(wildcard tests/test_*.py)) tests/training
-others := $(sort $(filter-out $(hosts) $(training) tests/helpers tests/__pycache__ tests/conftest.py tests/budget.json,$(wildcard tests/*)))
+# Three processes of about equal length. Only the first imports OpenHands, which takes seven seconds.
+openhands := tests/cli/test_starting_config.py $(addprefix tests/trajectories/exchange/test_,llm_completions.py v0_events.py)
+hosts := tests/core tests/docs tests/golden tests/hosts $(openhands)
+training := $(addprefix --ignore=,$(openhands)) tests/apps tests/cli tests/models tests/rewards tests/rollout tests/session $(sort $(wildcard tests/test_*.py)) tests/training
+others := $(addprefix --ignore=,$(openhands)) $(sort $(filter-out $(hosts) $(training) tests/helpers tests/__pycache__ tests/conftest.py tests/budget.json,$(wildcard tests/*)))
 PARTS := hosts training others
 # The output of each in one piece, where make can.
 SYNC := $(if $(filter output-sync,$(.FEATURES)),--output-sync=target)
