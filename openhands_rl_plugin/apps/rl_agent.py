@@ -192,8 +192,6 @@ def result_of(trajectory: Trajectory, outcome: Score | Failure) -> EpisodeResult
     )
 
 
-__all__ = ["ConversationMessage", "EpisodeResult", "RLAgent", "TrainReport"]
-
 _LOG = redacting_logger(__name__)
 
 

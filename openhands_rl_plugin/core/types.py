@@ -493,14 +493,11 @@ class Adapter(Frozen):
     metrics: dict[str, float] = Field(default_factory=dict)
 
 
-class Probe(Frozen):
+class Probe(Frozen, extra="ignore"):
     """Fixed token ids and the trainer's logprobs of ids 1 .. T-1, to be compared with those of a server.
 
-    ``max_difference`` bounds the mean absolute difference, in nats.
+    ``max_difference`` bounds the mean absolute difference, in nats. An earlier release stored more fields.
     """
-
-    # A probe that an earlier release stored has more.
-    model_config = ConfigDict(frozen=True, extra="ignore", ser_json_inf_nan="strings")
 
     token_ids: tuple[int, ...] = Field(min_length=2)
     logprobs: tuple[Bounded, ...]

@@ -34,8 +34,6 @@ from openhands_rl_plugin.training.loop.plan import (
     success_of,
 )
 
-SUCCESS = 0.999
-
 
 class ProgressListener(LoopListener):
     """Draws a bar with its times, and prints a line for each of ``stages``; a context manager around the run."""
