@@ -51,7 +51,7 @@ from openhands_rl_plugin.core.types import PolicyRef
 from openhands_rl_plugin.evals.runs import run_files
 from openhands_rl_plugin.evals.runs.evaluate import STORE, evaluate, options_of, process_count
 from openhands_rl_plugin.evals.runs.plan import EvaluationPlan, evaluated_settings, llm_section, select
-from openhands_rl_plugin.evals.runs.suites import ENVIRONMENT, EvalTask, environment_tasks, find_suite, swe_tasks
+from openhands_rl_plugin.evals.runs.suites import ENVIRONMENT, EvalTask, find_suite, tasks_of
 from openhands_rl_plugin.evals.swe.instances import UNKNOWN, VerdictKind
 from openhands_rl_plugin.hosts.shared.sessions import RL_AGENT
 from openhands_rl_plugin.models.engines.client import check_model_server
@@ -136,10 +136,7 @@ def _plan(args: argparse.Namespace, settings: RLSettings) -> EvaluationPlan:
 
 
 def _entries(args: argparse.Namespace, plan: EvaluationPlan) -> tuple[EvalTask, ...]:
-    if plan.suite.software:
-        entries = swe_tasks(plan.suite, args.dataset_file)
-    else:
-        entries = environment_tasks(plan.suite, plan.settings.env_name, args.tasks, args.dataset_file)
+    entries = tasks_of(plan.suite, plan.settings.env_name, args.tasks, args.dataset_file)
     return select(entries, lambda entry: entry.task.id, args.include, args.exclude, args.limit)
 
 

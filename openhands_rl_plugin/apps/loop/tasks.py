@@ -24,11 +24,10 @@ from openhands_rl_plugin.evals.runs.suites import (
     LOCAL,
     EvalTask,
     Suite,
-    environment_tasks,
     find_suite,
     has_splits,
     own_suite,
-    swe_tasks,
+    tasks_of,
 )
 from openhands_rl_plugin.evals.swe.instances import read_instances
 
@@ -97,13 +96,13 @@ def loop_tasks(source: TaskSource, settings: RLSettings) -> LoopTasks:
     """The tasks in the order of the run's seed. Raises ``ConfigError`` for a suite that has too few."""
     splits = _splits(source)
     suite = find_suite(source.suite, source.split or (splits[0] if splits else None))
-    entries = _entries(suite, settings, source.count, source.rows)
+    entries = tasks_of(suite, settings.env_name, source.count, source.rows)
     pool = [*select(entries, lambda entry: entry.task.id, source.include, source.exclude)]
     if source.held_out_rows is not None:
-        others = _entries(suite, settings, None, source.held_out_rows)
+        others = tasks_of(suite, settings.env_name, None, source.held_out_rows)
         held_out = _apart(suite, others)[: settings.loop.held_out]
     elif splits:
-        others = _entries(suite.model_copy(update={"split": splits[1]}), settings, None, None)
+        others = tasks_of(suite.model_copy(update={"split": splits[1]}), settings.env_name, None)
         held_out = _shuffled(others, _HELD_OUT_ORDER)[: settings.loop.held_out]
     else:
         order = _shuffled(pool, _HELD_OUT_ORDER)
@@ -123,7 +122,7 @@ def measured_tasks(source: TaskSource, settings: RLSettings, most: int) -> LoopT
     """Tasks of which all are held out, ``most`` of them at most and always the same ones. Raises ``ConfigError``."""
     splits = _splits(source)
     suite = find_suite(source.suite, splits[1] if splits else None)
-    entries = _shuffled(_entries(suite, settings, source.count, source.rows), _HELD_OUT_ORDER)
+    entries = _shuffled(tasks_of(suite, settings.env_name, source.count, source.rows), _HELD_OUT_ORDER)
     return LoopTasks(suite, (), (), _measured(entries[:most]))
 
 
@@ -138,12 +137,6 @@ def _splits(source: TaskSource) -> tuple[str, str] | None:
         return FILE_SPLITS
     own = own_suite(source.suite)
     return own.splits if own is not None else None
-
-
-def _entries(suite: Suite, settings: RLSettings, count: int | None, rows: Path | None) -> tuple[EvalTask, ...]:
-    if suite.software:
-        return swe_tasks(suite, rows)
-    return environment_tasks(suite, settings.env_name, count, rows)
 
 
 def _apart(suite: Suite, entries: tuple[EvalTask, ...]) -> list[EvalTask]:

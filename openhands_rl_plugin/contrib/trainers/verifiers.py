@@ -16,7 +16,7 @@ from openhands_rl_plugin.apps.rollout.play import find_task
 from openhands_rl_plugin.apps.rollout.rollout import roll_out
 from openhands_rl_plugin.config.rl import RLSettings
 from openhands_rl_plugin.config.rollout import OF_EPISODE, PlayOptions
-from openhands_rl_plugin.evals.runs.suites import ENDINGS, EvalTask, environment_tasks, find_suite, swe_tasks
+from openhands_rl_plugin.evals.runs.suites import ENDINGS, EvalTask, find_suite, tasks_of
 from openhands_rl_plugin.evals.swe.instances import read_rows
 
 FACTS = "openhands_rl"
@@ -36,7 +36,7 @@ def suite_tasks(suite: str, split: str = "", count: int | None = None) -> list[E
         entries = [find_task(row, "", RLSettings()).entry for row in read_rows(Path(suite))]
         return [each for each in entries if split in ("", each.task.split)]
     known = find_suite(suite, split or None)
-    return [*(swe_tasks(known) if known.software else environment_tasks(known, suite, count))]
+    return [*tasks_of(known, suite, count)]
 
 
 def _episode_fields() -> dict[str, Any]:

@@ -225,11 +225,11 @@ def swe_task(instance: Instance, suite: Suite) -> EvalTask:
     return EvalTask(task, row, instance)
 
 
-def environment_tasks(
-    suite: Suite, environment: str, count: int | None, rows: Path | None = None
-) -> tuple[EvalTask, ...]:
-    """Tasks of an environment: those of its own suite, the (first ``count``) rows of a file, or the first ``count``
+def tasks_of(suite: Suite, environment: str, count: int | None, rows: Path | None = None) -> tuple[EvalTask, ...]:
+    """The tasks of a suite. Those of ``environment``: the (first ``count``) rows of a file, or the first ``count``
     numbers. Raises ``ConfigError``."""
+    if suite.software:
+        return swe_tasks(suite, rows)
     if suite.name != ENVIRONMENT:
         return registry.find("suites", suite.name).tasks(suite.split)
     if rows is not None:

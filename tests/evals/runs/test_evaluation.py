@@ -19,7 +19,7 @@ from openhands_rl_plugin.core.types import JsonObject, Score, Trajectory
 from openhands_rl_plugin.evals.runs.evaluate import evaluate
 from openhands_rl_plugin.evals.runs.plan import EvaluationPlan
 from openhands_rl_plugin.evals.runs.run_files import Outcome, RunFolder, read_runs
-from openhands_rl_plugin.evals.runs.suites import EvalTask, Suite, environment_tasks, find_suite, make_backend, swe_task
+from openhands_rl_plugin.evals.runs.suites import EvalTask, Suite, find_suite, make_backend, swe_task, tasks_of
 from openhands_rl_plugin.evals.swe.instances import Instance, VerdictKind
 from openhands_rl_plugin.evals.tasks.bugs import patch_of
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
@@ -153,7 +153,7 @@ async def test_rl_agent_with_a_strategy_and_without_grading(model: str, tmp_path
 
 async def test_the_shop_is_started_for_the_run(model: str, tmp_path: Path):
     suite = find_suite("webshop")
-    entries = environment_tasks(suite, "webshop", None)[:3]
+    entries = tasks_of(suite, "webshop", None)[:3]
     plan = plan_for(model, tmp_path / "out", agent="RLAgent", max_turns=3, suite=suite)
     outcomes = await judged(plan, entries, None)
     assert [(each.kind, each.reward) for each in outcomes] == [(VerdictKind.UNRESOLVED, 0.0)] * 3

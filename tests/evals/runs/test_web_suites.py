@@ -17,7 +17,7 @@ from openhands_rl_plugin.core.types import PolicyRef
 from openhands_rl_plugin.evals.runs.evaluate import evaluate
 from openhands_rl_plugin.evals.runs.plan import EvaluationPlan
 from openhands_rl_plugin.evals.runs.run_files import Outcome
-from openhands_rl_plugin.evals.runs.suites import EvalTask, environment_tasks, find_suite
+from openhands_rl_plugin.evals.runs.suites import EvalTask, find_suite, tasks_of
 from openhands_rl_plugin.evals.swe.instances import VerdictKind
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
@@ -70,7 +70,7 @@ async def report_the_walk(to: Socket, message: dict[str, Any]) -> bool:
 async def test_openenv(model: str, tmp_path: Path):
     async with openenv_server(report_the_walk) as server:
         config = write_config(tmp_path, 'env_name = "openenv/grid_world"', f'env_server_base = "{server.url}"')
-        entries = environment_tasks(SUITE, load_settings(config).env_name, 3)
+        entries = tasks_of(SUITE, load_settings(config).env_name, 3)
         outcomes = await outcomes_of(config, model, entries, tmp_path / "out", name="org/base", served="policy-v000007")
     async with FileTrajectoryStorage(tmp_path / "out" / "trajectories") as storage:
         policies = [found.policy async for found, _ in storage.find()]
@@ -86,7 +86,7 @@ async def test_openenv(model: str, tmp_path: Path):
 async def test_an_episode_of_another_strategy_is_not_taken_for_its_own(model: str, tmp_path: Path):
     async with openenv_server(report_the_walk) as server:
         config = write_config(tmp_path, 'env_name = "openenv/grid_world"', f'env_server_base = "{server.url}"')
-        entries = environment_tasks(SUITE, "openenv/grid_world", 1)
+        entries = tasks_of(SUITE, "openenv/grid_world", 1)
         (first,) = await outcomes_of(config, model, entries, tmp_path / "first", store=tmp_path / "store")
         assert await outcomes_of(config, model, entries, tmp_path / "again", store=tmp_path / "store") == [first]
         search = {"store": tmp_path / "store", "rollout_strategy": "BestOfN"}
