@@ -108,9 +108,9 @@ def silence_libraries(*, offline: bool = True) -> None:
     """Keep libraries from printing over progress bars, and, where this is ``offline``, from asking the hub.
 
     OpenHands' LLM library downloads a price list at import; transformers draws bars of its own, and warns of its own
-    code.
+    code. The hub shows its bars of downloads.
     """
-    quiet = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "TQDM_DISABLE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+    quiet = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "TQDM_DISABLE": "1"}
     for name, value in {**quiet, **({"HF_HUB_OFFLINE": "1"} if offline else {})}.items():
         os.environ.setdefault(name, value)
     warnings.simplefilter("ignore", FutureWarning)

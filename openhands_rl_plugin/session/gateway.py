@@ -34,14 +34,12 @@ from openhands_rl_plugin.models.engines.client import (
     Response,
     ServerError,
     close_connections,
-    parts,
+    events,
     server_error,
-    whole,
 )
 from openhands_rl_plugin.models.engines.openai_wire import (
     DEEPEST,
     DONE,
-    EventStreamReader,
     Json,
     Unrecordable,
     dump_object,
@@ -132,6 +130,8 @@ class Gateway:
         serving = self._settings.serving
         if config.adapter and not serving.model:
             raise ConfigError("--adapter needs [rl.serving] model, the name of the model without an adapter")
+        if self._settings.reward.gateway_min > self._settings.reward.gateway_max:
+            raise ConfigError("[rl.reward] gateway_min is above gateway_max: no reward of a client could be stored")
         # The key of the server in the settings is not for another one.
         self._key = serving.api_key() or "" if serving.base_url in ("", config.upstream) else ""
         self._keeps_client_key = not self._key and not config.access().key
@@ -216,7 +216,7 @@ class Gateway:
         sent_on = request.scope["method"], path + request.query, self._headers(request), request.body
         async with self._upstream.open(*sent_on) as answer:
             head = Reply(answer.status, b"", {**_passed_back(answer.headers), **marks})
-            async for part in parts(answer):
+            async for part in answer.content.iter_any():
                 if request.left.done():
                     return
                 await request.write(part, head)
@@ -314,7 +314,7 @@ class Gateway:
             to.headers, stream = headers, call.protocol.stream(call)
             held = await _streamed(stream, response, to)
         else:
-            body = await whole(response)
+            body = await response.read()
         try:
             answer = stream.whole() if stream is not None else await read_body(body, call.protocol.answer)
             missing = await session.record(call, answer)
@@ -381,20 +381,19 @@ def _passed_back(headers: Mapping[str, str]) -> dict[str, str]:
 
 async def _streamed(stream: AnswerStream, response: Response, to: PendingCall) -> list[bytes]:
     """Pass the events on; returns the last ones, which wait until the answer is stored."""
-    reader, held = EventStreamReader(), list[bytes]()
-    async for data in parts(response):
-        for received in reader.feed(data):
-            if not to.begun and (found := error_in(parse_object(received.data))) is not None:
-                headers = {**to.headers, "content-type": JSON}
-                raise ServerError(found[0], "an error in a stream", received.data, headers)
-            shown = stream.feed(received)
-            if stream.ending:
-                held.append(shown)
-            else:
-                to.add(shown)
+    held = list[bytes]()
+    async for received in events(response):
+        if not to.begun and (found := error_in(parse_object(received.data))) is not None:
+            headers = {**to.headers, "content-type": JSON}
+            raise ServerError(found[0], "an error in a stream", received.data, headers)
+        shown = stream.feed(received)
+        if stream.ending:
+            held.append(shown)
+        else:
+            to.add(shown)
         if stream.done:
             break
-    return [*held, reader.rest]
+    return held
 
 
 def _late(reply: Reply, protocol: WireProtocol) -> bytes:

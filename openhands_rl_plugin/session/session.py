@@ -12,9 +12,9 @@ import json
 import math
 import threading
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from contextvars import ContextVar, copy_context
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -111,22 +111,8 @@ class EngineUpstream:
         return dump_object(answer)
 
 
-_given: list[LLMEngine] = []
 _made: dict[str, LLMEngine] = {}
 _lock = threading.Lock()
-
-
-@contextmanager
-def sampling_from(engine: LLMEngine) -> Iterator[None]:
-    """Inside the block, new V1 episodes of this process sample from ``engine``, such as a ``TransformersEngine``.
-
-    The engine runs on the loop of ``core.concurrency.background``.
-    """
-    _given.append(engine)
-    try:
-        yield
-    finally:
-        _given.remove(engine)
 
 
 def upstream_in(settings: RLSettings, *, model: str, base_model: str) -> Upstream | None:
@@ -135,8 +121,6 @@ def upstream_in(settings: RLSettings, *, model: str, base_model: str) -> Upstrea
     Sessions of a process share engines. Raises ``ConfigError``.
     """
     serving, url = settings.serving, settings.serving.base_url
-    if _given:
-        return EngineUpstream(_given[-1])
     if url and settings.engine in (AUTO, "openai") and not settings.engine_options:
         return HttpUpstream(url, serving.api_key(), serving.request_timeout)
     if settings.engine == AUTO:

@@ -19,7 +19,7 @@ from pydantic import ValidationError
 
 from openhands_rl_plugin.core.messages import WireMessage, error_in, sampling_in
 from openhands_rl_plugin.core.types import JsonObject, SamplingParams
-from openhands_rl_plugin.models.engines.client import EXTENSIONS, LOGPROBS, TOKEN_IDS, Attempts
+from openhands_rl_plugin.models.engines.client import EXTENSIONS, LOGPROBS, TOKEN_IDS, Attempts, ServerEvent
 from openhands_rl_plugin.models.engines.openai_wire import (
     DEEPEST,
     DONE,
@@ -27,7 +27,6 @@ from openhands_rl_plugin.models.engines.openai_wire import (
     ChatAnswer,
     ChunkAssembler,
     Json,
-    ServerEvent,
     Unrecordable,
     chat_answer,
     dump_object,

@@ -11,6 +11,12 @@ from aiohttp import web
 from gateway_world import Body, Model, user, world
 from raw_clients import exchange, request, status
 
+from openhands_rl_plugin.config.rl import RewardSettings, RLSettings
+from openhands_rl_plugin.core.errors import ConfigError
+from openhands_rl_plugin.session.client_sessions import GatewayConfig
+from openhands_rl_plugin.session.gateway import Gateway
+from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
+
 END = "/session/s/end"
 
 
@@ -25,6 +31,12 @@ async def test_rewards_out_of_range_and_evidence_that_rewards_read_are_refused(t
             refused = await gateway.end(evidence={name: {"report": {"resolved": True}}})
             assert refused.status_code == 400 and name in refused.text
         assert (await gateway.end(reward=1, evidence={"note": "mine"})).json()["ended"]
+
+
+async def test_bounds_that_no_reward_is_within_are_refused_at_the_start(tmp_path: Path) -> None:
+    settings = RLSettings(reward=RewardSettings(gateway_min=1.0, gateway_max=0.0))
+    with pytest.raises(ConfigError, match="gateway_min is above gateway_max"):
+        Gateway(GatewayConfig(upstream="http://127.0.0.1:9"), FileTrajectoryStorage(tmp_path), settings)
 
 
 async def test_a_model_server_that_redirects_takes_no_client_elsewhere(tmp_path: Path) -> None:

@@ -82,10 +82,7 @@ class ModelServer:
             return await self._http.ask(path, body)
         except ServerError as error:
             if error.headers is None:
-                raise PublishError(
-                    f"nothing answers at {self.url} ({error}): start the server, for example with "
-                    "`openhands-rl serve`, or set base_url in [rl.serving]"
-                ) from error
+                raise PublishError(str(error).removeprefix("Connection error: ")) from error
             text = " ".join(error.body[:_LONGEST_CAUSE].decode("utf-8", "replace").split())
             cause = error if error.status in _AWAY else None
             hint = _HINT if error.status == 404 and "lora" in path else ""

@@ -5,14 +5,16 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import re
 import time
 import zlib
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -55,7 +57,7 @@ _PAUSES = Backoff(0.5, 20.0)
 _LONGEST_PAUSE = 60.0
 _READ_BYTES, _LONGEST_HEAD = 2**20, 100 * 1024
 _CONNECT_SECONDS, _IDLE_SECONDS = 10.0, 4.0  # uvicorn, and so vLLM, closes an idle one after five
-MAX_ANSWER, _LONGEST_MESSAGE = 256 * 1024 * 1024, 2000
+_LONGEST_MESSAGE = 2000
 
 EXTENSIONS: JsonObject = {TOKEN_IDS: True, LOGPROBS: True, **NEUTRAL_PARAMETERS}
 """What is sent beyond OpenAI's protocol, as vLLM, SGLang and ``serve`` accept it. Hosted APIs may refuse it."""
@@ -144,11 +146,11 @@ class Attempts:
 def note_missing(completion: Completion, why: Callable[[str], str]) -> JsonObject:
     """Name in the metadata what training needs and the completion lacks, each with its cause: ``why`` of an extension.
     Returns it."""
-    tokens = completion.tokens
-    lacks = {"token_ids": TOKEN_IDS} if tokens is None else {}
-    if tokens is not None and tokens.sampled_ids and not tokens.logprobs:
-        lacks = {"logprobs": LOGPROBS}
-    missing: JsonObject = {what: why(name) for what, name in lacks.items()}
+    missing: JsonObject = {}
+    if (tokens := completion.tokens) is None:
+        missing = {"token_ids": why(TOKEN_IDS)}
+    elif tokens.sampled_ids and not tokens.logprobs:
+        missing = {"logprobs": why(LOGPROBS)}
     if missing:
         completion.metadata[MISSING] = missing
     return missing
@@ -262,7 +264,7 @@ class HttpUpstream:
     async def send(self, body: Json) -> bytes:
         """The body of the answer to a chat completion's request. Raises ``ServerError``, also for an error in it."""
         async with self.open("POST", "chat/completions", self._headers, dump_object(body)) as response:
-            answer = await whole(response)
+            answer = await response.read()
         found = error_in(parse_object(answer)) if b'"error"' in answer or b'"choices"' not in answer else None
         if found is not None:
             raise self._error(found[0], answer, response.headers)
@@ -272,11 +274,11 @@ class HttpUpstream:
         """The body of an answer; ``GET`` without a body. Raises ``ServerError``."""
         method, content = ("GET", b"") if body is None else ("POST", dump_object(body))
         async with self.open(method, path, _JSON, content) as response:
-            return await whole(response)
+            return await response.read()
 
     @asynccontextmanager
     async def open(self, method: str, path: str, headers: Mapping[str, str], body: bytes) -> AsyncIterator[Response]:
-        """An open response, to be read by ``parts``; ``path`` is below ``/v1``. Raises ``ServerError``, also in the
+        """An open response; ``path`` is below ``/v1``. Raises ``ServerError``, also in the
         block."""
         sent = {**headers}
         if self._key and not self._anthropic:
@@ -291,7 +293,7 @@ class HttpUpstream:
                 client.request(method, url, data=body or None, headers=sent, allow_redirects=False) as response,
             ):
                 if response.status >= 300:
-                    raise self._error(response.status, await whole(response), response.headers)
+                    raise self._error(response.status, await response.read(), response.headers)
                 yield response
         except TimeoutError as error:
             problem = f"Request timed out: the {server} did not answer within {self._timeout:g} s."
@@ -299,8 +301,8 @@ class HttpUpstream:
         except (aiohttp.ClientError, OSError) as error:
             problem = f"the {server} broke off; ask again."
             if isinstance(error, aiohttp.ClientConnectorError):
-                problem = f"no model server answers at {self._base} ({error!s:.100}): start it, for example with "
-                problem += "`openhands-rl serve`."
+                remedy = "start it, for example with `openhands-rl serve`, or set another base_url."
+                problem = f"no model server answers at {self._base} ({error!s:.100}): {remedy}"
             raise ServerError(500, f"Connection error: {problem}") from error
 
     def _error(self, status: int, answer: bytes, headers: Mapping[str, str]) -> ServerError:
@@ -315,19 +317,26 @@ class HttpUpstream:
         return ServerError(status, f"Error code: {status} - {shown}"[:_LONGEST_MESSAGE], answer, headers)
 
 
-async def whole(response: Response) -> bytes:
-    """The rest of an open response. Raises ``ServerError`` when it is too long."""
-    return b"".join([part async for part in parts(response)])
+class ServerEvent(NamedTuple):
+    """One event: all of its bytes, up to and including the empty line, and its data, empty for a comment."""
+
+    raw: bytes
+    data: bytes
 
 
-async def parts(response: Response) -> AsyncIterator[bytes]:
-    """The body as it arrives. Raises ``ServerError`` when it is too long."""
-    size = 0
-    async for part in response.content.iter_any():
-        size += len(part)
-        if size > MAX_ANSWER:
-            raise ServerError(413, f"The response of the model server exceeds {MAX_ANSWER} bytes.")
-        yield part
+# Only line feeds end lines: JSON text may contain other characters that ``splitlines`` would split at.
+_EVENT_END = re.compile(rb"(?<=\n\n)|(?<=\n\r\n)")
+_DATA = re.compile(rb"(?m)^data: ?([^\r\n]*)")
+
+
+async def events(response: Response) -> AsyncIterator[ServerEvent]:
+    """The events of a stream, wherever the network cuts it; bytes after the last empty line have no data."""
+    rest = b""
+    async for received in response.content.iter_any():
+        *complete, rest = _EVENT_END.split(rest + received)
+        for raw in complete:
+            yield ServerEvent(raw, b"\n".join(_DATA.findall(raw)))
+    yield ServerEvent(rest, b"")
 
 
 class ListedModel(BaseModel):
@@ -434,10 +443,8 @@ _SEEDS = 2**31
 
 def merge_sampling(given: SamplingParams | None, default: SamplingParams) -> SamplingParams:
     """``given``, with every unset parameter taken from ``default``."""
-    if given is None:
-        return default
-    unset = [name for name in SamplingParams.model_fields if getattr(given, name) in (None, ())]
-    return given.model_copy(update={name: getattr(default, name) for name in unset})
+    known = {name: value for name, value in given or () if value not in (None, ())}
+    return default.model_copy(update=known)
 
 
 class ConversationSeeds:
@@ -465,22 +472,18 @@ class ConversationSeeds:
         return (digest ^ self._first) + times * _SEED_STEP
 
 
+@dataclass(frozen=True)
 class SeededEngine:
     """An engine for one episode: the run's sampling parameters, and a seed of its own for every call.
 
-    A call's seed follows from the episode's and from ``ConversationSeeds``. Without a seed the server chooses.
+    A call's seed follows from the episode's (``episode_seed``, which a search combines with its own) and from
+    ``ConversationSeeds``. Without a seed the server chooses.
     """
 
-    def __init__(self, engine: LLMEngine, sampling: SamplingParams, seed: int | None) -> None:
-        self._engine = engine
-        self._sampling = sampling
-        self._seed = seed
-        self._seeds = ConversationSeeds()
-
-    @property
-    def episode_seed(self) -> int | None:
-        """The episode's seed, for a search that has one of its own and mixes them."""
-        return self._seed
+    engine: LLMEngine
+    sampling: SamplingParams
+    episode_seed: int | None
+    _seeds: ConversationSeeds = field(default_factory=ConversationSeeds, init=False)
 
     async def complete(
         self,
@@ -491,9 +494,10 @@ class SeededEngine:
         sampling: SamplingParams | None = None,
     ) -> list[Completion]:
         """Sample ``n`` completions. Raises ``InfrastructureError`` or ``ModelError``."""
-        seed = None if self._seed is None else (self._seed + self._seeds.next(messages)) % _SEEDS
-        wanted = merge_sampling(sampling, self._sampling.model_copy(update={"seed": seed}))
-        return await self._engine.complete(messages, tools=tools, n=n, sampling=wanted)
+        first = self.episode_seed
+        seed = None if first is None else (first + self._seeds.next(messages)) % _SEEDS
+        wanted = merge_sampling(sampling, self.sampling.model_copy(update={"seed": seed}))
+        return await self.engine.complete(messages, tools=tools, n=n, sampling=wanted)
 
 
 class OpenAIEngine:
@@ -546,11 +550,7 @@ class OpenAIEngine:
             return await self._completion(request_body(self.model, messages, tools=tools, sampling=own))
 
         # One request for each, as some servers ignore ``n`` or refuse it.
-        answers = await asyncio.gather(*map(one, range(n)), return_exceptions=True)
-        for error in answers:
-            if isinstance(error, BaseException):
-                raise error
-        return [each for each in answers if isinstance(each, Completion)]
+        return await asyncio.gather(*map(one, range(n)))
 
     async def aclose(self) -> None:
         """Close the connections."""

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from pydantic_core import from_json, to_json
 
@@ -48,12 +47,10 @@ def request_body(
     """The body of ``POST /chat/completions``; parameters that ``sampling`` does not set are omitted, and so are neutral
     values beyond OpenAI's own parameters (``client.EXTENSIONS``)."""
     body: JsonObject = {"model": model, "messages": [to_wire(message) for message in messages]}
+    body |= sampling.model_dump(exclude_none=True, exclude={"stop", *NEUTRAL_PARAMETERS})
+    body |= altering_parameters(dict(sampling))
     if tools:
         body["tools"] = list(tools)
-    for name in ("temperature", "top_p", "max_tokens", "seed"):
-        if (value := getattr(sampling, name)) is not None:
-            body[name] = value
-    body |= altering_parameters({name: getattr(sampling, name) for name in NEUTRAL_PARAMETERS})
     if sampling.stop:
         body["stop"] = list(sampling.stop)
     return body
@@ -163,10 +160,8 @@ class ChatAnswer:
     def __init__(self, document: Json, *, lost_ids: bool = False) -> None:
         """Raises ``Unrecordable`` when ``document`` is not a chat completion, and ``ValueError`` and others."""
         choices = document.get("choices")
-        if not isinstance(choices, list) or not choices:
+        if not isinstance(choices, list) or not choices or error_in(document) is not None:
             raise Unrecordable("the response is not a chat completion")
-        if error_in(document) is not None:
-            raise Unrecordable("the response is an error")
         self.document, self.lost_ids = document, lost_ids
         self.model = str(document.get("model") or "")
         self.usage = usage_in(document.get("usage"))
@@ -203,35 +198,6 @@ def chat_answer(body: bytes) -> ChatAnswer:
     is_read = isinstance(document, dict) and not too_deep(without(document, _ASKED_FOR))
     return ChatAnswer(document if is_read else {})
 
-
-class ServerEvent(NamedTuple):
-    """One event: all of its bytes, up to and including the empty line, and its data, empty for a comment."""
-
-    raw: bytes
-    data: bytes
-
-
-class EventStreamReader:
-    """Splits a stream into events, wherever the network cuts it. ``rest``: the bytes of an event that is not complete.
-
-    Only line feeds end lines: JSON text may contain other characters that ``splitlines`` would split at.
-    """
-
-    def __init__(self) -> None:
-        self.rest = b""
-
-    def feed(self, data: bytes) -> list[ServerEvent]:
-        """The events that ``data`` completes."""
-        text, start, found = self.rest + data, 0, list[ServerEvent]()
-        for blank in _BLANK_LINE.finditer(text):
-            raw, start = text[start : blank.end()], blank.end()
-            found.append(ServerEvent(raw, b"\n".join(_DATA.findall(raw))))
-        self.rest = text[start:]
-        return found
-
-
-_BLANK_LINE = re.compile(rb"\n\r?\n|\A\r?\n")
-_DATA = re.compile(rb"(?m)^data: ?([^\r\n]*)")
 
 _IN_PARTS = frozenset({"index", "delta", _ELSEWHERE, PROMPT_IDS})
 _READ = frozenset({"role", "content", "tool_calls", "function_call", _ELSEWHERE, *REASONING_NAMES})

@@ -5,11 +5,7 @@ from __future__ import annotations
 import asyncio
 from contextlib import ExitStack
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
-
-from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.models.engines.client import OpenAIEngine
 from openhands_rl_plugin.models.generator.config import ServerConfig
 from openhands_rl_plugin.models.server.app import running_server
@@ -21,37 +17,17 @@ class TransformersEngine(OpenAIEngine):
     """``protocols.LLMEngine`` on a model in this process, with the embedded server's prompts and tool calls.
 
     Args:
-        model: a directory (or cached hub name), or a model object, whose weights as they are now are served from a
-            temporary folder.
-        tokenizer: needed with a model object; a directory has its own.
+        model: a directory, or a cached hub name. A model object is saved by ``save_pretrained`` first.
         base_model: name for the records; by default the model's own.
-        dtype: as in ``GeneratorConfig``; that of a model object is its own.
+        dtype: as in ``GeneratorConfig``.
 
-    Raises ``ConfigError`` for a tokenizer that does not fit, ``ServingError`` for a model that cannot be loaded.
+    Raises ``ServingError`` for a model that cannot be loaded.
     """
 
-    def __init__(
-        self,
-        model: str | Path | PreTrainedModel,
-        tokenizer: PreTrainedTokenizerFast | None = None,
-        *,
-        base_model: str | None = None,
-        dtype: str = "auto",
-    ) -> None:
+    def __init__(self, model: str | Path, *, base_model: str | None = None, dtype: str = "auto") -> None:
+        given = {"model": str(model), "served_model_name": base_model or str(model), "dtype": dtype}
+        config = ServerConfig.model_validate({**given, "port": 0, "api_key_env": ""})
         with ExitStack() as opened:
-            if isinstance(model, str | Path):
-                folder = name = str(model)
-            else:
-                if not isinstance(tokenizer, PreTrainedTokenizerFast):
-                    raise ConfigError(
-                        "TransformersEngine needs a fast tokenizer with a model object: pass tokenizer=..."
-                    )
-                folder = opened.enter_context(TemporaryDirectory())
-                name, dtype = model.name_or_path or type(model).__name__, str(model.dtype).removeprefix("torch.")
-                model.save_pretrained(folder)
-                tokenizer.save_pretrained(folder)
-            given = {"model": folder, "served_model_name": base_model or name, "dtype": dtype}
-            config = ServerConfig.model_validate({**given, "port": 0, "api_key_env": ""})
             url = opened.enter_context(running_server(config))
             super().__init__(config.base_name, f"{url}/v1", timeout=_SECONDS)
             self._opened = opened.pop_all()

@@ -15,35 +15,23 @@ from broken_repository import REPAIR, passes, repository
 from fixing_model import write_fixer
 from openhands.sdk import LLM
 from sdk_play import converse, make_agent, stored
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from openhands_rl_plugin.core.types import StopReason
-from openhands_rl_plugin.models.engines.transformers import TransformersEngine
-from openhands_rl_plugin.session.session import sampling_from
 
 
 @needs_bubblewrap
-@pytest.mark.parametrize("given", ["settings", "engine"])
-def test_a_repository_is_mended_by_a_model_in_this_process(given: str, tmp_path: Path) -> None:
+def test_a_repository_is_mended_by_a_model_in_this_process(tmp_path: Path) -> None:
     repository(tmp_path / "project")
     mend = f"{REPAIR} && python3 -m unittest -q"
     model = write_fixer(tmp_path / "model", ("terminal", {"command": mend}), ("finish", {"message": "It passes."}))
     # Nobody listens there.
     llm = LLM(model="openai/fixer", base_url="http://127.0.0.1:9/v1", api_key="none", num_retries=0, usage_id="agent")
-    rl: dict[str, object] = {"workspace": {"isolation": "bubblewrap"}, "max_response_length": 64}
-    if given == "settings":
-        rl |= {"engine": "transformers", "serving": {"model": str(model)}}
+    rl: dict[str, object] = {"engine": "transformers", "serving": {"model": str(model)}}
+    rl |= {"workspace": {"isolation": "bubblewrap"}, "max_response_length": 64}
     agent = make_agent(llm, tmp_path / "store", rl=rl)
     conversation = converse(agent, tmp_path / "project")
     conversation.send_message("Make the failing test pass.")
-    if given == "settings":
-        conversation.run()
-    else:
-        parts = AutoModelForCausalLM.from_pretrained(model), AutoTokenizer.from_pretrained(model)
-        engine = TransformersEngine(*parts)
-        with sampling_from(engine):
-            conversation.run()
-        asyncio.run(engine.aclose())
+    conversation.run()
     counted = conversation.conversation_stats.get_combined_metrics().accumulated_token_usage
     conversation.close()
     [episode] = asyncio.run(stored(tmp_path / "store"))

@@ -175,7 +175,7 @@ async def test_replicas_all_have_it_or_none(
         assert served(embedded) == served(replica) == {"base", first.name}
         assert store.current("live") == first
         async with AdapterPublisher([embedded, "http://127.0.0.1:9"], store) as away:
-            with pytest.raises(PublishError, match="1 of 2 servers failed: nothing answers") as raised:
+            with pytest.raises(PublishError, match="1 of 2 servers failed: no model server answers") as raised:
                 await away.publish(second)
         assert isinstance(raised.value.__cause__, ServerError) and store.current("live") == first
         # Again with room on both, but the weights are not the trainer's.

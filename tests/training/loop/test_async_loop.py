@@ -223,7 +223,7 @@ async def test_a_server_that_is_away_pauses_the_loop(served: ShopWorld, tmp_path
         parts = world.parts(tmp_path)
         state = await TrainingLoop(make_plan("outage", **BEHIND), parts, outage).run()
         outage.serving.__exit__(None, None, None)
-    assert any(activity.startswith("paused: nothing answers at http") for activity in outage.activities)
+    assert any(activity.startswith("paused: no model server answers at http") for activity in outage.activities)
     assert "going on" in outage.activities
     assert [each["episodes_used"] + each.get("episodes_no_signal", 0) for each in iterations(state)] == [8, 8, 8]
     assert [each["failed"] for each in iterations(state)] == [0, 0, 0]
