@@ -41,29 +41,20 @@ class SeededEngine(ScriptedEngine):
         self.asked.append(sampling)
         for _ in range(1 if self._pauses is None else self._pauses.randrange(20)):
             await asyncio.sleep(0)
+        self._script = iter(self._texts(messages, n, sampling))
+        return await super().complete(messages, n=n, sampling=sampling)
+
+    def _texts(self, messages: Sequence[Message], n: int, sampling: SamplingParams | None) -> list[str]:
         seed = sampling.seed if sampling is not None else None
         drawn = self._random if seed is None else random.Random(f"{seed}/{len(messages)}/{messages[-1].content}")
-        voice = ScriptedEngine([str(drawn.randrange(self._ways)) for _ in range(n)])
-        self.calls.append(tuple(messages))
-        return await voice.complete(messages, n=n, sampling=sampling)
+        return [str(drawn.randrange(self._ways)) for _ in range(n)]
 
 
-class EveryWayEngine(ScriptedEngine):
-    """Asked for n answers it says 0, 1, ... n - 1."""
+class EveryWayEngine(SeededEngine):
+    """Answers a request for n completions with 0, 1, ... n - 1."""
 
-    def __init__(self) -> None:
-        super().__init__([])
-
-    async def complete(
-        self,
-        messages: Sequence[Message],
-        *,
-        tools: Sequence[JsonObject] = (),
-        n: int = 1,
-        sampling: SamplingParams | None = None,
-    ) -> list[Completion]:
-        self.calls.append(tuple(messages))
-        return await ScriptedEngine([str(at) for at in range(n)]).complete(messages, n=n, sampling=sampling)
+    def _texts(self, messages: Sequence[Message], n: int, sampling: SamplingParams | None) -> list[str]:
+        return [str(at) for at in range(n)]
 
 
 class FragileWorld(PlanningEnvironment):
