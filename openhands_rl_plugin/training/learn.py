@@ -92,9 +92,11 @@ async def policy_dataset(
     if algorithm.kind != "reinforcement" and any(map(is_demonstration, episodes.trajectories)):
         episodes = _with_token_ids(episodes, job.model)
     dataset = build_dataset(episodes, training)
+    if not dry_run:
+        dataset = await taught_dataset(dataset, episodes, training, job.model, job.parent)
     if not dataset.samples:
         raise TrainingError(nothing_learnt(training, dataset.excluded))
-    return dataset if dry_run else await taught_dataset(dataset, episodes, training, job.model, job.parent)
+    return dataset
 
 
 def _with_token_ids(episodes: Episodes, model: Path) -> Episodes:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, aclosing
 from dataclasses import replace
@@ -24,8 +25,6 @@ from openhands_rl_plugin.training.data.dataset import Episodes, TrainingDataset
 from openhands_rl_plugin.training.data.demonstrations import ChatTokenizer, TokenMaker, load_tokenizer, turns_for
 
 HINT = "\n\nA hint, for you alone; answer as if you did not have it:\n\n{}"
-SOLVED = "solved"
-"""The hint that is a solved attempt at the same task."""
 _PROBE = "def f(x):\n\treturn {'a': x ** 2}  # naïve 你好 🙂 0123456789\n"
 _AT_ONCE = 8
 
@@ -69,8 +68,7 @@ class LocalTeacher(ServedTeacher):
         from openhands_rl_plugin.models.generator.generator import Generator
         from openhands_rl_plugin.models.server.app import running_server
 
-        given = {"model": str(model), "dtype": dtype, "port": 0, "api_key_env": ""}
-        config = ServerConfig.model_validate(given)
+        config = ServerConfig.model_validate({"model": str(model), "dtype": dtype, "port": 0, "api_key_env": ""})
         with ExitStack() as opened:
             generator = opened.enter_context(Generator(config))
             if adapter is not None:
@@ -127,28 +125,28 @@ async def with_teacher(
     teacher: ServedTeacher,
     tokenizer: ChatTokenizer,
 ) -> TrainingDataset:
-    """The dataset of these episodes with the teacher's logprobs, without the sampled tokens that have none.
+    """The dataset of these episodes with the teacher's logprobs, without the sampled tokens that have none. With
+    ``opsd`` episodes without a hint are left out, and counted as such.
 
     Raises ``TrainingError`` for another tokenizer, and for what was not sampled at temperature 1.
     """
-    samples = dataset.samples
     theirs = await teacher.encode(_PROBE)
     if theirs is not None and theirs != tokenizer.encode(_PROBE, add_special_tokens=False):
         raise TrainingError(
             "the teacher has another tokenizer: its logprobs are of other tokens; choose another teacher"
         )
+    prompts = hints(episodes, settings.hint) if settings.algorithm == "opsd" else None
+    samples = [each for each in dataset.samples if prompts is None or each.trajectory_id in prompts]
+    without = {each.trajectory_id for each in dataset.samples} - {each.trajectory_id for each in samples}
     if any({sample.temperature, *sample.token_temperatures} != {1.0} for sample in samples):
         raise TrainingError("a teacher scores at temperature 1: roll out at [rl.sampling] temperature = 1.0")
-    prompts = hints(episodes, settings.hint) if settings.algorithm == "opsd" else None
     of = {each.id: each for each in episodes.trajectories}
     maker, limit = TokenMaker(tokenizer), asyncio.Semaphore(_AT_ONCE)
 
     async def scored(sample: Sample) -> Sample | None:
         ids: Sequence[int] = sample.input_ids
         if prompts is not None:
-            hint, first = prompts.get(sample.trajectory_id), sample.mask.index(True)
-            if hint is None or not sample.spans:
-                return None
+            hint, first = prompts[sample.trajectory_id], sample.mask.index(True)
             ids = (*_hinted(of[sample.trajectory_id], sample.spans[0][0], hint, maker), *ids[first:])
         async with limit:
             found = await teacher.logprobs(ids)
@@ -161,8 +159,8 @@ async def with_teacher(
     made = await asyncio.gather(*map(scored, samples))
     kept = [sample for sample in made if sample is not None]
     untaught = sum(sum(each.mask) for each in samples) - sum(sum(each.mask) for each in kept)
-    used = len({sample.trajectory_id for sample in kept})
-    return replace(dataset, samples=tuple(kept), used=used, untaught=untaught)
+    used, excluded = len({each.trajectory_id for each in kept}), dataset.excluded + Counter(no_hint=len(without))
+    return replace(dataset, samples=tuple(kept), used=used, excluded=excluded, untaught=untaught)
 
 
 def hints(episodes: Episodes, path: str) -> dict[str, str]:
@@ -171,7 +169,7 @@ def hints(episodes: Episodes, path: str) -> dict[str, str]:
     found: dict[str, str] = {}
     scored = list(zip(episodes.trajectories, episodes.returns, strict=True))
     for one in episodes.trajectories:
-        if path == SOLVED:
+        if path == "solved":
             others = [(reward, each.id, each) for each, reward in scored if each.group_id == one.group_id and reward]
             best = max((other for other in others if other[0] > 0 and other[1] != one.id), default=None)
             hint = _actions(best[2]) if best is not None else ""

@@ -16,7 +16,7 @@ from collections.abc import Hashable, Sequence
 from itertools import accumulate, pairwise
 
 from openhands_rl_plugin.config.rl import TrainingSettings
-from openhands_rl_plugin.core.types import TURN, Node, Sample, Trajectory, kind_of
+from openhands_rl_plugin.core.types import TURN, Sample, Trajectory, kind_of
 from openhands_rl_plugin.rollout.strategies.search import notes, times_merged
 from openhands_rl_plugin.training.algorithms import RolloutBatch, algorithm_of, dr_grpo, whiten
 from openhands_rl_plugin.training.data.batch import sampled_nodes, samples_of, samples_of_tree, trained_nodes
@@ -255,7 +255,7 @@ def proposal_advantages(trajectory: Trajectory, settings: TrainingSettings) -> N
     """
     siblings: dict[int | None, list[int]] = {}
     for at, node in enumerate(trajectory.nodes):
-        if _is_judged(node):
+        if node.sampled and node.value is not None and kind_of(node) == TURN and "dropped" not in notes(node):
             siblings.setdefault(node.parent, []).append(at)
     estimator = algorithm_of(settings).estimator
     baseline = estimator.baseline if estimator.grouped else dr_grpo
@@ -272,7 +272,3 @@ def proposal_advantages(trajectory: Trajectory, settings: TrainingSettings) -> N
             found[at] = advantages[first]
             first += times[at]
     return found
-
-
-def _is_judged(node: Node) -> bool:
-    return node.sampled and node.value is not None and kind_of(node) == TURN and "dropped" not in notes(node)

@@ -149,6 +149,7 @@ CAUSES = {
     "shortened": "in part (from the first secret on, which was taken out of text and token ids)",
     "presumed": "judged by nobody and imitated all the same, as imports are (judge them by openhands-rl score --value; "
     "and take it: --reward human)",
+    "no_hint": "without the hint that [rl.training] hint names",
     "no_signal": "without a signal (no attempt at the same task with another reward, or not among the best)",
 }
 """Why stored episodes are left out; of ``shortened`` ones only a part is, of ``presumed``, ``tokenised`` ones nothing.
@@ -170,8 +171,11 @@ def listed(causes: Sequence[str]) -> str:
 
 def nothing_learnt(settings: TrainingSettings, excluded: Mapping[str, int]) -> str:
     """The error of an empty dataset."""
-    if algorithm_of(settings).kind == "imitation":
+    algorithm = algorithm_of(settings)
+    if algorithm.kind == "imitation":
         why = f"imitate: no episode has a reward above {settings.imitate_above:g}; see training.imitate_above"
+    elif not algorithm.rewarded:
+        why = "learn from a teacher"
     else:
         why = (
             "compare: no task has episodes of one policy version and strategy with different rewards; "

@@ -441,7 +441,7 @@ class TrainingLoop:
 
         learn = trainer.sft if sft else trainer.reinforce
         try:
-            return await asyncio.to_thread(learn, samples, advanced, run=self._run_directory(stage))
+            return await asyncio.to_thread(learn, samples, advanced, run=self._parts.directory / "training" / stage)
         except asyncio.CancelledError:
             cancelled.set()
             raise
@@ -458,9 +458,6 @@ class TrainingLoop:
 
     def _run_id(self, stage: str) -> str:
         return f"{self._plan.run_id}/{stage}"
-
-    def _run_directory(self, stage: str) -> Path:
-        return self._parts.directory / "training" / stage
 
     def _trainer_directory(self, adapter: Adapter) -> Path:
         return self._parts.directory / "trainer" / adapter.name

@@ -303,9 +303,7 @@ def samples_from_pairs(pairs: Sequence[PreferencePair]) -> list[TrainingSample]:
 
 def batches(items: Sequence[TrainingSample], *, size: int, epochs: int, seed: str) -> list[list[TrainingSample]]:
     """Optimiser batches of all epochs: ``size`` units each, in a new order every epoch."""
-    by_unit: dict[int, list[TrainingSample]] = {}
-    for item in items:
-        by_unit.setdefault(item.unit, []).append(item)
+    by_unit = _by_unit(items)
     made: list[list[TrainingSample]] = []
     for epoch in range(epochs):
         order = list(by_unit)
@@ -313,6 +311,13 @@ def batches(items: Sequence[TrainingSample], *, size: int, epochs: int, seed: st
         starts = range(0, len(order), size)
         made += [[item for unit in order[start : start + size] for item in by_unit[unit]] for start in starts]
     return made
+
+
+def _by_unit(items: Sequence[TrainingSample]) -> dict[int, list[TrainingSample]]:
+    units: dict[int, list[TrainingSample]] = {}
+    for item in items:
+        units.setdefault(item.unit, []).append(item)
+    return units
 
 
 def micro_batches(items: Sequence[TrainingSample], max_tokens: int, *, whole_units: bool) -> list[list[TrainingSample]]:
@@ -324,12 +329,9 @@ def micro_batches(items: Sequence[TrainingSample], max_tokens: int, *, whole_uni
 
 
 def _micro_batches_of_units(items: Sequence[TrainingSample], max_tokens: int) -> list[list[TrainingSample]]:
-    by_unit: dict[int, list[TrainingSample]] = {}
-    for item in items:
-        by_unit.setdefault(item.unit, []).append(item)
     groups: list[list[TrainingSample]] = []
     used = 0
-    for members in by_unit.values():
+    for members in _by_unit(items).values():
         length = sum(len(item.sample.input_ids) for item in members)
         if groups and used + length <= max_tokens:
             groups[-1].extend(members)
