@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, cast
 from evaluation.performance.grpo.budget import CpuBudget, Job
 from evaluation.performance.grpo.ours import WARM_START, has_episodes
 from evaluation.performance.grpo.turns import Kind, make_turns
-from openhands_rl_plugin.apps.loop.reporting import SUCCESS
 from openhands_rl_plugin.config.rl import TrainingSettings
 from openhands_rl_plugin.contrib.demo.runs import ANSWER_TOKENS, CONTEXT_TOKENS, DemoOptions, shop_tasks
 from openhands_rl_plugin.contrib.webshop import WebShop, WebShopSession
@@ -196,7 +195,7 @@ def _figures(episodes: Sequence[Episode], *, rollout: float, generating: float) 
     count = len(episodes)
     return {
         "episodes": count,
-        "success": sum(episode.reward >= SUCCESS for episode in episodes) / count,
+        "success": sum(episode.reward >= 0.999 for episode in episodes) / count,
         "reward": sum(episode.reward for episode in episodes) / count,
         "turns": sum(episode.turns for episode in episodes) / count,
         "tokens": sum(len(episode.ids) for episode in episodes),
