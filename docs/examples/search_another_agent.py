@@ -27,7 +27,7 @@ from openhands_rl_plugin.core.records import WorkspaceCommand
 from openhands_rl_plugin.core.types import EpisodeRequest, StopReason
 from openhands_rl_plugin.hosts.shared.sandboxed_workspace import SandboxedWorkspace
 from openhands_rl_plugin.models.engines.client import HttpUpstream
-from openhands_rl_plugin.rollout.journal import on_its_loop
+from openhands_rl_plugin.rollout.episode import on_its_loop
 from openhands_rl_plugin.session.session import BranchWorld, Complete, EpisodeOver, Session
 
 TEMPLATES = {"system_template": "You can use bash.", "instance_template": "{{task}}"}

@@ -58,8 +58,7 @@ from openhands_rl_plugin.hosts.shared.sessions import (
     check_engine_setting,
     judged,
 )
-from openhands_rl_plugin.rollout.episode import failed_episode
-from openhands_rl_plugin.rollout.journal import stored_episode
+from openhands_rl_plugin.rollout.episode import failed_episode, stored_episode
 
 # No price list from the network, no banner; read when OpenHands is imported.
 _QUIET = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "OPENHANDS_SUPPRESS_BANNER": "1"}

@@ -69,7 +69,7 @@ from openhands_rl_plugin.core.types import (
 )
 from openhands_rl_plugin.models.engines.client import note_missing, with_version
 from openhands_rl_plugin.models.engines.openai_wire import ChatAnswer, Json
-from openhands_rl_plugin.rollout.journal import on_its_loop, stored_episode
+from openhands_rl_plugin.rollout.episode import on_its_loop, stored_episode
 from openhands_rl_plugin.rollout.strategies.base import SearchStrategy, StandardReActStrategy
 from openhands_rl_plugin.session.session import Session, Upstream
 from openhands_rl_plugin.session.wire import CHAT, ClientRequest

@@ -37,7 +37,7 @@ from openhands_rl_plugin.core.types import (
     Tokens,
     ToolCall,
 )
-from openhands_rl_plugin.rollout.journal import EpisodeJournal
+from openhands_rl_plugin.rollout.episode import EpisodeJournal
 from openhands_rl_plugin.testing import example_trajectory
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 

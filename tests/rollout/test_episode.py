@@ -26,8 +26,7 @@ from openhands_rl_plugin.core.types import (
     Task,
     Trajectory,
 )
-from openhands_rl_plugin.rollout.episode import AgentSession, SessionRunner
-from openhands_rl_plugin.rollout.journal import stored_episode
+from openhands_rl_plugin.rollout.episode import AgentSession, SessionRunner, stored_episode
 from openhands_rl_plugin.rollout.strategies.base import StandardReActStrategy
 from openhands_rl_plugin.testing import GridEnvironment, ScriptedEngine, prompt_ids
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage

@@ -16,7 +16,7 @@ from openhands_rl_plugin.core.records import EpisodeGrowth, EpisodeStart, Trajec
 from openhands_rl_plugin.core.redaction import REDACTED
 from openhands_rl_plugin.core.tree import EpisodeTree
 from openhands_rl_plugin.core.types import EpisodeRequest, Message, Observation, StopReason, Trajectory
-from openhands_rl_plugin.rollout.journal import EpisodeJournal, stored_episode
+from openhands_rl_plugin.rollout.episode import EpisodeJournal, stored_episode
 from openhands_rl_plugin.testing import ScriptedEngine, example_trajectory
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 

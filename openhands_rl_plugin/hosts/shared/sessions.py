@@ -69,8 +69,7 @@ from openhands_rl_plugin.environments.workspace.sandbox import check_bubblewrap
 from openhands_rl_plugin.environments.workspace.task_workspace import TaskWorkspace
 from openhands_rl_plugin.models.engines.client import SeededEngine, merge_sampling
 from openhands_rl_plugin.rollout import scoring
-from openhands_rl_plugin.rollout.episode import LiveEnvironment, SessionRunner
-from openhands_rl_plugin.rollout.journal import on_its_loop
+from openhands_rl_plugin.rollout.episode import LiveEnvironment, SessionRunner, on_its_loop
 from openhands_rl_plugin.rollout.strategies.base import StandardReActStrategy
 from openhands_rl_plugin.session.session import Session, session_here
 

@@ -20,7 +20,7 @@ from openhands_rl_plugin.core.records import TrajectoryFilter, trajectory_id
 from openhands_rl_plugin.core.types import EpisodeRequest, Limits, StopReason, Task, Trajectory
 from openhands_rl_plugin.hosts.pool import HostRunner, ProcessWorker, WorkerPoolRunner, local_runner
 from openhands_rl_plugin.hosts.shared.sessions import HostOptions
-from openhands_rl_plugin.rollout.journal import stored_episode
+from openhands_rl_plugin.rollout.episode import stored_episode
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
 pytestmark = pytest.mark.contract
