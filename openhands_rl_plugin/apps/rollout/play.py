@@ -219,19 +219,19 @@ def find_task(source: GivenTask, suite: str, settings: RLSettings) -> FoundTask:
     name = suite or (ENVIRONMENT if number else LOCAL)
     if name.endswith(ENDINGS):
         rows = (_of_row(row, settings) for row in read_rows(Path(name)))
-        found = [each for each in rows if each.entry.task.id == source]
+        found = (each for each in rows if each.entry.task.id == source)
     elif (known := find_suite(name)).software:
         every = known.model_copy(update={"split": "all"}) if name == LOCAL or own_suite(name) else known
-        found = [FoundTask(known, each, settings) for each in swe_tasks(every) if each.task.id == source]
+        found = (FoundTask(known, each, settings) for each in swe_tasks(every) if each.task.id == source)
     else:
         environment, last = known.environment(settings), source.rpartition("-")[2]
         indices = [int(last)] if last.isdecimal() else []
         own = own_suite(environment)
         entries = own.tasks("all") if own is not None else indexed_tasks(environment, indices, _SPLIT)
-        found = [_of_environment(each, settings) for each in entries if each.row["idx"] in indices]
-    if not found:
+        found = (_of_environment(each, settings) for each in entries if each.row["idx"] in indices)
+    if (first := next(found, None)) is None:
         raise ConfigError(f"{name} has no task {source:.200}: give another --suite, or a file of rows as --suite")
-    return found[0]
+    return first
 
 
 def _of_row(row: Task | Mapping[str, JsonValue], settings: RLSettings) -> FoundTask:

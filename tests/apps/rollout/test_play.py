@@ -163,7 +163,7 @@ def test_what_a_task_is(tmp_path: Path):
     assert again.entry.instance == local.entry.instance
     assert find_task(local.entry.row, "", own).entry.instance == local.entry.instance
     file = tmp_path / "tasks.jsonl"
-    file.write_text(f'{{"id": "y", "environment": "webshop"}}\n{task.model_dump_json()}\n')
+    file.write_text(f'{{"id": "y", "environment": "webshop"}}\n{task.model_dump_json()}\n{{"id": 3}}\n')
     assert find_task("x", str(file), own).entry.task == task
     with pytest.raises(ConfigError, match=r"or id and environment: Task\.id"):
         find_task({"id": 3, "environment": "webshop"}, "", own)
