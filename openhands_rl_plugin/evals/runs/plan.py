@@ -75,8 +75,8 @@ class LLMSection(Frozen, extra="ignore"):
     that holds the key; empty for a server without keys.
     """
 
-    model: Annotated[str, AfterValidator(lambda name: _COMPATIBLE.sub("", name))]
-    base_url: str = "https://api.openai.com/v1"
+    model: Annotated[str, AfterValidator(lambda name: _COMPATIBLE.sub("", name)), Field(min_length=1)]
+    base_url: str
     api_key_env: str = ""
     temperature: float | None = Field(default=None, ge=0)
     top_p: float = Field(default=1.0, gt=0, le=1)
@@ -94,6 +94,7 @@ def llm_section(config: Path | None, section: str, **given: object) -> LLMSectio
     found = llm_keys(read_document(config) if config else {}, section, **given)
     if not found.get("model"):
         raise ConfigError("no model is named: give --model NAME, or --llm NAME and a config.toml with [llm.NAME]")
+    found["base_url"] = found.get("base_url") or "https://api.openai.com/v1"  # OpenHands has an empty one for it
     if key := found.get("api_key"):
         os.environ[KEY_VARIABLE] = str(key)
         found["api_key_env"] = KEY_VARIABLE
@@ -196,10 +197,7 @@ def bounded(settings: RLSettings, suite: Suite, answer: int = 4096) -> RLSetting
 def evaluated_settings(settings: RLSettings, suite: Suite, llm: LLMSection, base_model: str) -> RLSettings:
     """``[rl]`` with the model of a section and the bounds of the suite."""
     serving = ServingSettings(
-        base_url=llm.base_url,
-        model=base_model or llm.model,
-        api_key_env=llm.api_key_env,
-        request_timeout=llm.timeout,
+        base_url=llm.base_url, model=base_model or llm.model, api_key_env=llm.api_key_env, request_timeout=llm.timeout
     )
     sampling = settings.sampling.model_copy(update={"temperature": llm.temperature or 0.0, "top_p": llm.top_p})
     workspace = settings.workspace.model_copy(update={"isolation": "bubblewrap"})

@@ -93,12 +93,12 @@ def test_results_are_not_shown_as_those_of_other_settings(
 
 def test_whose_adapter_is_evaluated(rows: Path, config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     """A version of an adapter is no base model, or nothing could be trained on its episodes."""
-    config.write_text(CONFIG + '[rl.serving]\nmodel = "org/base"\n')
+    config.write_text(CONFIG.replace("[llm]", '[llm]\nbase_url = ""') + '[rl.serving]\nmodel = "org/base"\n')
     words = ["evaluate", str(rows), "--agent", "RLAgent", "--out", str(tmp_path / "out"), "--dry-run"]
-    words += ["--base-url", "http://127.0.0.1:1/v1"]
+    there = ["--base-url", "http://127.0.0.1:1/v1"]
     for options, seen in (
-        (["--model", "policy-v000007", "--config", str(config)], "policy-v000007 on org/base at"),
-        (["--model", "policy-v000007", "--base-model", "other"], "policy-v000007 on other at"),
+        (["--model", "policy-v000007", "--config", str(config)], "policy-v000007 on org/base at https://api.openai"),
+        (["--model", "policy-v000007", "--base-model", "other", *there], "policy-v000007 on other at http://127"),
     ):
         assert main([*words, *options]) == 0
         assert seen in capsys.readouterr().out
