@@ -239,7 +239,8 @@ def _close_all() -> None:
 class HttpUpstream:
     """A server with an API like OpenAI's. ``timeout``: seconds of a request, from the connection to the last byte.
 
-    ``headers`` go with every chat request. ``connections``: by default those of all such servers of the process.
+    ``headers`` go with every chat request; a key among them replaces ``key``. ``connections``: by default those of all
+    such servers of the process.
     """
 
     extensions: JsonObject = EXTENSIONS
@@ -282,9 +283,9 @@ class HttpUpstream:
         block."""
         sent = {**headers}
         if self._key and not self._anthropic:
-            sent["authorization"] = f"Bearer {self._key}"
+            sent.setdefault("authorization", f"Bearer {self._key}")
         if self._key and (self._anthropic or path.startswith("messages")):
-            sent["x-api-key"] = self._key
+            sent.setdefault("x-api-key", self._key)
         server, client = f"model server at {self._base}", _connected(self._connections, self._scheme)
         url = URL(f"{self._base}/{path}", encoded=True)
         try:
@@ -550,7 +551,10 @@ class OpenAIEngine:
             return await self._completion(request_body(self.model, messages, tools=tools, sampling=own))
 
         # One request for each, as some servers ignore ``n`` or refuse it.
-        return await asyncio.gather(*map(one, range(n)))
+        made = await asyncio.gather(*map(one, range(n)), return_exceptions=True)
+        if failed := next((each for each in made if isinstance(each, BaseException)), None):
+            raise failed  # when none is on its way any more
+        return [each for each in made if isinstance(each, Completion)]
 
     async def aclose(self) -> None:
         """Close the connections."""

@@ -293,18 +293,16 @@ class Formatter:
 
     def prompt_logprobs(self, answer: Generation) -> list[Body | None] | None:
         """vLLM's shape: None for the first token, then the token (and alternatives) by id; rank 1 is the likeliest."""
-        entries: list[Body | None] = []
-        for one in answer.prompt or ():
-            if one is None:
-                entries.append(None)
-                continue
-            ranked = [(*each, rank) for rank, each in enumerate(one.top, 1)]
-            shown = {
-                str(token): {"logprob": logprob, "rank": rank, "decoded_token": self._decode(token)}
-                for token, logprob, rank in (*ranked, (one.token, one.logprob, one.rank))
-            }
-            entries.append(shown)
-        return None if answer.prompt is None else entries
+        if answer.prompt is None:
+            return None
+        return [None if each is None else self._ranked(each) for each in answer.prompt]
+
+    def _ranked(self, scored: ScoredToken) -> Body:
+        ranked = [(*each, rank) for rank, each in enumerate(scored.top, 1)]
+        return {
+            str(token): {"logprob": logprob, "rank": rank, "decoded_token": self._decode(token)}
+            for token, logprob, rank in (*ranked, (scored.token, scored.logprob, scored.rank))
+        }
 
     def _text_logprobs(self, sampled: Sequence[ScoredToken]) -> Body:
         """OpenAI's ``logprobs`` object; as in vLLM, the sampled token is always among the alternatives."""

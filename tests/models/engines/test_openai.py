@@ -15,7 +15,7 @@ from openhands_rl_plugin.core.concurrency import Backoff
 from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError, ModelError
 from openhands_rl_plugin.core.messages import NEUTRAL_PARAMETERS
 from openhands_rl_plugin.core.types import Message, PolicyRef, SamplingParams, ToolCall
-from openhands_rl_plugin.models.engines.client import EXTENSIONS, OpenAIEngine, listed_models
+from openhands_rl_plugin.models.engines.client import EXTENSIONS, HttpUpstream, OpenAIEngine, ServerError, listed_models
 
 pytestmark = pytest.mark.contract
 
@@ -30,16 +30,9 @@ def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def choice(text: str | None = "hello", **changes: Any) -> dict[str, Any]:
-    message = {"role": "assistant", "content": text}
     logprobs = {"content": [{"token": "a", "logprob": -0.5}, {"token": "b", "logprob": -1.5}]}
-    return {
-        "index": 0,
-        "message": message,
-        "finish_reason": "stop",
-        "logprobs": logprobs,
-        "token_ids": [8, 9],
-        **changes,
-    }
+    known = {"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": "stop"}
+    return {**known, "logprobs": logprobs, "token_ids": [8, 9], **changes}
 
 
 def answer(*choices: dict[str, Any], **changes: Any) -> dict[str, Any]:
@@ -75,32 +68,25 @@ async def test_request_and_answer():
         Message(role="assistant", tool_calls=(ToolCall(id="c1", name="bash", arguments='{"a":  1}'),)),
         Message(role="tool", content="out", tool_call_id="c1", name="bash"),
     )
-    sampling = SamplingParams(temperature=0.5, top_p=0.9, max_tokens=7, stop=("X",), seed=4)
+    own: dict[str, Any] = {"temperature": 0.5, "top_p": 0.9, "max_tokens": 7, "stop": ["X"], "seed": 4}
+    sampling = SamplingParams(**own)
     async with asked(answer()) as (server, player):
         completion = (await player.complete(history, tools=[TOOL], sampling=sampling))[0]
     call = {"id": "c1", "type": "function", "function": {"name": "bash", "arguments": '{"a":  1}'}}
-    assert server.requests == [
-        (
-            "/v1/chat/completions",
-            {
-                "model": "policy-v000003",
-                "messages": [
-                    {"role": "system", "content": "s"},
-                    {"role": "assistant", "content": None, "tool_calls": [call]},
-                    {"role": "tool", "content": "out", "tool_call_id": "c1", "name": "bash"},
-                ],
-                "tools": [TOOL],
-                "temperature": 0.5,
-                "top_p": 0.9,
-                "max_tokens": 7,
-                "seed": 4,
-                "stop": ["X"],
-                "logprobs": True,
-                "return_token_ids": True,
-                **NEUTRAL_PARAMETERS,
-            },
-        )
-    ]
+    assert server.paths() == ["/v1/chat/completions"]
+    assert server.requests[0][1] == {
+        "model": "policy-v000003",
+        "messages": [
+            {"role": "system", "content": "s"},
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "content": "out", "tool_call_id": "c1", "name": "bash"},
+        ],
+        "tools": [TOOL],
+        **own,
+        "logprobs": True,
+        "return_token_ids": True,
+        **NEUTRAL_PARAMETERS,
+    }
     assert completion.message == Message(role="assistant", content="hello")
     assert completion.tokens is not None and not completion.tokens.extends
     assert completion.tokens.prompt_ids == (1, 2, 3)
@@ -119,8 +105,18 @@ async def test_a_served_pointer_is_recorded_as_the_version_behind_it():
 
 
 async def test_n_requests_have_seeds_of_their_own():
-    async with asked(lambda path, body: respond(answer(choice(str(body["seed"]))))) as (_, player):
+    answered: list[int] = []
+
+    async def handler(path: str, body: Any) -> bytes:
+        await asyncio.sleep(0.1 if body["seed"] == 14 else 0)
+        answered.append(body["seed"])
+        return respond("no", "400 Bad") if body["seed"] == 13 else respond(answer(choice(str(body["seed"]))))
+
+    async with asked(handler) as (_, player):
         completions = await player.complete(ASK, n=3, sampling=SamplingParams(seed=10))
+        with pytest.raises(ModelError):
+            await player.complete(ASK, n=2, sampling=SamplingParams(seed=13))
+        assert answered[3:] == [13, 14]  # a failed one leaves none on its way
     assert [completion.message.content for completion in completions] == ["10", "11", "12"]
     assert sum(completion.usage.calls for completion in completions) == 3
 
@@ -171,8 +167,10 @@ async def test_the_key_is_sent_and_never_shown(caplog: pytest.LogCaptureFixture)
         await player.complete(ASK)
     assert KEY not in repr(player) + repr(refused.value) + caplog.text
     await player.aclose()
+    with pytest.raises(ServerError):  # as with OpenAI's client, a header of the user comes first
+        await HttpUpstream(url, KEY, 5.0, headers={"Authorization": "Bearer mine"}).send({})
     server.close()
-    assert [f"authorization: bearer {KEY}".encode() in head.lower() for head in seen] == [True]
+    assert [f"authorization: bearer {KEY}".encode() in head.lower() for head in seen] == [True, False]
 
 
 @pytest.mark.parametrize(("body", "sent"), [*((each, 2) for each in AGAIN), *((each, 1) for each in REFUSED)])
