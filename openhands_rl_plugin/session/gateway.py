@@ -16,6 +16,7 @@ from typing import Annotated
 from urllib.parse import quote, unquote
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
 from openhands_rl_plugin.config.rl import RLSettings
@@ -104,7 +105,7 @@ class Incoming:
         self.path: list[str] = scope["raw_path"].decode("latin-1").split("/")[1:]
         query: str = scope["query_string"].decode("latin-1")
         self.query = f"?{query}" if query else ""
-        self.headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        self.headers = Headers(scope=scope)
         self.started = False
         # There is nothing to receive any more but the end of the connection.
         self.left = asyncio.ensure_future(receive())
@@ -225,7 +226,8 @@ class Gateway:
     def _headers(self, request: Incoming) -> dict[str, str]:
         """Those for the model server; a client's keys are for the gateway where that has one."""
         own = _OWN - _KEY_HEADERS if self._keeps_client_key else _OWN
-        return {name: value for name, value in request.headers.items() if name not in own} | _PLAIN
+        given = request.headers  # some clients send a name several times, such as anthropic-beta
+        return {name: ", ".join(given.getlist(name)) for name in given if name not in own} | _PLAIN
 
     async def _complete(self, request: Incoming, protocol: WireProtocol, name: str) -> Reply | None:
         """A completion in one of the protocols that are recorded."""
@@ -286,9 +288,7 @@ class Gateway:
             if call.protocol is not CHAT:
                 raise ErrorReply(400, "The strategy of this session answers chat completions.")
             keys = {name: value for name, value in headers.items() if name in _KEY_HEADERS}
-            upstream = self._upstream
-            if keys:
-                upstream = HttpUpstream(config.upstream, self._key, config.timeout, headers=keys)
+            upstream = HttpUpstream(config.upstream, self._key, config.timeout, headers=keys)
             document = await session.decided(call, model, upstream)
             self._counts["recorded"] += 1
             if call.streams:

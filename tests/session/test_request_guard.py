@@ -113,7 +113,9 @@ async def test_keys_and_cookies_for_the_gateway_stay_there(tmp_path: Path, monke
     assert len(gateway.model.headers) == 2 and not any(names & {*sent} for sent in gateway.model.headers)
     async with world(tmp_path / "b") as gateway:
         await gateway.chat(user("one"), headers=given)
+        await gateway.http.post("/v1/embeddings", json={}, headers=[("anthropic-beta", each) for each in "ab"])
     assert names & {*gateway.model.headers[0]} == names - {"cookie"}
+    assert gateway.model.headers[1]["anthropic-beta"] == "a, b"
     # The key of another server than the upstream stays here.
     for base_url, sent in (("", "Bearer model"), ("http://127.0.0.1:9/v1", None)):
         async with world(tmp_path / f"c{sent}", served={"api_key_env": "MODEL_KEY", "base_url": base_url}) as gateway:
