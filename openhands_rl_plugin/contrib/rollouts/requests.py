@@ -49,7 +49,7 @@ class ServiceOptions(PlayOptions):
         default=API_KEY, description="NAME of the environment variable with the key that clients must send"
     )
     workers: int = Field(default=1, ge=1, le=1024, description="Ray actors, each with a CPU of its machine")
-    playing: int = Field(default=4, ge=1, le=256, description="episodes that each worker rolls out at a time")
+    concurrency: int = Field(default=4, ge=1, le=256, description="episodes that each worker rolls out at a time")
 
     def options(self, **own: object) -> PlayOptions:
         """The options of one episode, with ``own`` over those of the service. Raises ``ValidationError``."""

@@ -221,10 +221,10 @@ def running_service(service: ServiceOptions, store: str) -> Iterator[str]:
         from openhands_rl_plugin.contrib.rollouts.player import Player
 
         kind = ray.remote(Player).options(
-            num_cpus=1, max_concurrency=service.playing, max_restarts=-1, max_task_retries=2
+            num_cpus=1, max_concurrency=service.concurrency, max_restarts=-1, max_task_retries=2
         )
         players = [kind.remote(service, store) for _ in range(service.workers)]
-        work = [asyncio.create_task(rollouts.work(player)) for player in players for _ in range(service.playing)]
+        work = [asyncio.create_task(rollouts.work(player)) for player in players for _ in range(service.concurrency)]
         yield
         for each in work:
             each.cancel()

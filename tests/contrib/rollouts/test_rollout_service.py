@@ -158,7 +158,7 @@ class TestCluster:
                 ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False, configure_logging=False)
             stack.callback(ray.shutdown)
             folder: Path = self.__class__.folder  # type: ignore[attr-defined]
-            yield stack.enter_context(running_service(service(model.url, playing=2), str(folder)))
+            yield stack.enter_context(running_service(service(model.url, concurrency=2), str(folder)))
 
     def test_a_group(self, url: str):
         """A result as Polar's bridges read it, with what can be trained on, and one that has no task."""
