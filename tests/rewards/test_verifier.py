@@ -125,7 +125,7 @@ def test_only_what_is_kept_is_used_and_the_rest_is_counted(judge_model: Path, tm
 
 WRONG = [
     (["--set", "verifier.label=sucess"], "unknown reward 'sucess'; available: command, "),
-    (["--set", "verifier.max_length=200"], "max_length = 200 leaves"),
+    (["--set", "verifier.max_length=200"], "200 tokens (the smaller of max_length and what the model takes)"),
     (["--task", "task-1"], "1 task(s) have labelled episodes"),
     (["--set", "training.method=full"], "trains no verifier; use lora"),
     (["--reward", "return"], "leave out --reward and --algorithm"),

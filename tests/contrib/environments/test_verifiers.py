@@ -38,7 +38,7 @@ async def rolled_out(taskset: str, *answers: str, idx: int = 0, **options: Any) 
 def test_without_verifiers_the_error_names_the_remedy(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv(VARIABLE, raising=False)
     with pytest.raises(
-        ConfigError, match=r"in a Python of its own: `uv venv VERIFIERS .*python = \"VERIFIERS/bin/python\""
+        ConfigError, match=r"another Python environment: `uv venv VERIFIERS .*python = \"VERIFIERS/bin/python\""
     ):
         make()
     with pytest.raises(ConfigError, match="/nowhere/python is no Python"):
