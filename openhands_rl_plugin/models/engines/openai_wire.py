@@ -169,7 +169,7 @@ class ChatAnswer:
 
     @property
     def about(self) -> JsonObject:
-        """The fields beside the choices: id, created, usage and those that the server adds."""
+        """The fields other than the choices: id, created, usage and those that the server adds."""
         shown = without(self.document, frozenset(IDS))
         return {name: value for name, value in shown.items() if name not in _RECORDED_ELSEWHERE and value}
 
