@@ -9,11 +9,9 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import signal
 import sys
 import tempfile
 from collections.abc import Mapping
-from contextlib import suppress
 from typing import Literal
 
 from openhands_rl_plugin.core.types import (
@@ -27,6 +25,7 @@ from openhands_rl_plugin.core.types import (
     StrategySpec,
     Usage,
 )
+from openhands_rl_plugin.environments.workspace.processes import kill, start
 
 PROGRAM = "openhands_rl_plugin.cli.rollout"
 VARIABLE = "OPENHANDS_RL_PYTHON"
@@ -87,26 +86,15 @@ async def roll_out(
     words = [python, "-P", "-m", PROGRAM, "--task", "-" if row else task, "--api-key-env", _SECRET]
     for name, value in options.items():
         words += [f"--{name.replace('_', '-')}", str(value).lower() if isinstance(value, bool) else str(value)]
-    pipe, printed = asyncio.subprocess.PIPE, (b"", b"")
     with tempfile.TemporaryDirectory() as folder:
-        process = await asyncio.create_subprocess_exec(
-            *words,
-            *("--store", str(store or f"{folder}/episodes")),
-            env={**os.environ, _SECRET: key},
-            stdin=pipe,
-            stdout=pipe,
-            stderr=pipe,
-            start_new_session=True,
-        )
+        words += ["--store", str(store or f"{folder}/episodes")]
+        process = await start(*words, env={**os.environ, _SECRET: key})
         try:
             printed = await asyncio.wait_for(process.communicate(task.encode() if row else b""), seconds)
         except TimeoutError:
             return f"infrastructure: the episode's program did not end within {seconds:g} s"
         finally:
-            if process.returncode is None:
-                with suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                await process.wait()
+            await kill(process)
     try:
         if (failure := (found := json.loads(printed[0]))["failure"]) is None:
             return PlayedRollout.model_validate(found, strict=False)

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import time
 import uuid
+from asyncio.subprocess import Process
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -63,15 +64,8 @@ async def run(
     began = time.monotonic()
     group = await asyncio.to_thread(make_group, limits) if limits is not None else None
     try:
-        process = await asyncio.create_subprocess_exec(
-            *in_group(group),
-            *command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            env=None if variables is None else dict(variables),
-            start_new_session=True,
-        )
+        env = None if variables is None else dict(variables)
+        process = await start(*in_group(group), *command, stderr=subprocess.STDOUT, env=env)
     except OSError as error:
         raise InfrastructureError(f"cannot start {command[0]}: {error.strerror}") from error
     assert process.stdin is not None and process.stdout is not None
@@ -87,12 +81,31 @@ async def run(
     except TimeoutError:
         timed_out = True
     finally:
-        if process.returncode is None:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            await asyncio.shield(process.wait())
+        await kill(process)
         await asyncio.shield(asyncio.to_thread(remove_group, group))
     return Ended(process.returncode or 0, bytes(kept), time.monotonic() - began, timed_out, len(kept) >= _KEPT)
+
+
+async def start(*words: str, stderr: int = subprocess.PIPE, env: Mapping[str, str] | None) -> Process:
+    """A process in a group of its own, with pipes. It is killed where this task is cancelled during the start."""
+    pipe = subprocess.PIPE
+    starting = asyncio.ensure_future(
+        asyncio.create_subprocess_exec(*words, stdin=pipe, stdout=pipe, stderr=stderr, env=env, start_new_session=True)
+    )
+    try:
+        return await asyncio.shield(starting)
+    except asyncio.CancelledError:
+        # The program may run already, with children that hold its pipes: asyncio would wait for them.
+        await kill(await starting)
+        raise
+
+
+async def kill(process: Process) -> None:
+    """Kill the process, unless it ended, with its group, and wait for its end."""
+    if process.returncode is None:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        await asyncio.shield(process.wait())
 
 
 def dying_with_parent(command: Sequence[str]) -> list[str]:
