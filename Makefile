@@ -19,11 +19,12 @@ READY_DOCS := .venv-docs/.ready
 # Pages that are made from the source, by .ci/docs/generate.py.
 COG := -I .ci/docs -p "import generate" $(shell grep -rl '\[\[\[cog' docs)
 
-# Three processes of about equal length. Only the first imports OpenHands, which takes seven seconds.
+# Three processes of about equal length. Only the first imports OpenHands, and only the second PyTorch: seven seconds each.
 openhands := tests/cli/test_starting_config.py $(addprefix tests/trajectories/exchange/test_,llm_completions.py v0_events.py)
-hosts := tests/core tests/docs tests/golden tests/hosts $(openhands)
-training := $(addprefix --ignore=,$(openhands)) tests/apps tests/cli tests/models tests/rewards tests/rollout tests/session $(sort $(wildcard tests/test_*.py)) tests/training
-others := $(addprefix --ignore=,$(openhands)) $(sort $(filter-out $(hosts) $(training) tests/helpers tests/__pycache__ tests/conftest.py tests/budget.json,$(wildcard tests/*)))
+pytorch := tests/core/templates $(addprefix tests/contrib/,improve trainers watch)
+hosts := --ignore=tests/core/templates tests/core tests/docs tests/golden tests/hosts $(openhands)
+training := $(addprefix --ignore=,$(openhands)) $(pytorch) tests/apps tests/cli tests/models tests/rewards tests/rollout tests/session $(sort $(wildcard tests/test_*.py)) tests/training
+others := $(addprefix --ignore=,$(openhands) $(pytorch)) $(sort $(filter-out $(hosts) $(training) tests/helpers tests/__pycache__ tests/conftest.py tests/budget.json,$(wildcard tests/*)))
 PARTS := hosts training others
 # The output of each in one piece, where make can.
 SYNC := $(if $(filter output-sync,$(.FEATURES)),--output-sync=target)

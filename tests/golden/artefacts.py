@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import gateway_sessions
 import parsing
+import sessions
 import stores
 import verdicts
 import worlds
@@ -47,8 +48,8 @@ ARTEFACTS = {
     # Logprobs of these stores have 64 bits, and are read with 32.
     "sqlite": Artefact(stores.read_sqlite, tolerance=2**-24),
     "mongodb": Artefact(stores.read_mongodb, tolerance=2**-24),
-    "v0_sessions": Artefact(lambda: run_script("sessions.py", "v0"), sandboxed=True),
-    "v1_sessions": Artefact(lambda: run_script("sessions.py", "v1"), host="v1", sandboxed=True),
+    "v0_sessions": Artefact(lambda: sessions.record_all("v0"), sandboxed=True),
+    "v1_sessions": Artefact(lambda: sessions.record_all("v1"), host="v1", sandboxed=True),
     "gateway_sessions": Artefact(gateway_sessions.both),
     "parsing": Artefact(parsing.parse_all),
     "verdicts": Artefact(verdicts.grade, slow=True, sandboxed=True, variable="OPENHANDS_RL_SWE_CACHE"),

@@ -1,6 +1,6 @@
 """Recorded sessions with a scripted model server: what was asked of the model, and the trajectory, node by node.
 
-``sessions.py v0`` or ``v1`` needs that OpenHands and bubblewrap, and is a process of its own, as OpenHands keeps state.
+Needs OpenHands V0 or V1, and bubblewrap.
 """
 
 from __future__ import annotations
@@ -8,12 +8,13 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import datetime
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from scripted_model import EMPTY, Policy, ScriptedModel, call, refusal, reply, serve, stopped
 
 from openhands_rl_plugin.config.rl import RLSettings, ServingSettings
@@ -240,20 +241,23 @@ async def play_all(names: dict[str, str]) -> Any:
         return dict(zip(SCENARIOS, found, strict=True))
 
 
-def hide_machine(host: str) -> None:
+@contextmanager
+def hidden_machine(host: str) -> Iterator[None]:
     """Show the model what it was shown when the golden file was made, because seeds depend on it: V0 has the date, V1
     the path of Python, which is another one in each checkout."""
-    if host == "v0":
-        from openhands.memory import memory
+    with pytest.MonkeyPatch.context() as patch:
+        if host == "v0":
+            from openhands.memory import memory
 
-        memory.datetime = SimpleNamespace(now=lambda zone: datetime(2026, 11, 28, tzinfo=zone))  # type: ignore[misc]
-        return
-    from openhands_rl_plugin.hosts.v1 import workspace
+            patch.setattr(memory, "datetime", SimpleNamespace(now=lambda zone: datetime(2026, 11, 28, tzinfo=zone)))
+        else:
+            from openhands_rl_plugin.hosts.v1 import workspace
 
-    made = workspace.CmdOutputMetadata
-    workspace.CmdOutputMetadata = lambda **given: made(**given | {"py_interpreter_path": ""})  # type: ignore[misc]
+            made = workspace.CmdOutputMetadata
+            patch.setattr(workspace, "CmdOutputMetadata", lambda **given: made(**given | {"py_interpreter_path": ""}))
+        yield
 
 
-if __name__ == "__main__":
-    hide_machine(sys.argv[1])
-    print(json.dumps(asyncio.run(play_all({} if sys.argv[1] == "v0" else V1_TOOLS))))
+def record_all(host: str) -> Any:
+    with hidden_machine(host):
+        return asyncio.run(play_all({} if host == "v0" else V1_TOOLS))

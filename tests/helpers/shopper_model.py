@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -25,6 +26,7 @@ ORACLE = (*GOOD[:2], "click[Large]", GOOD[2])
 BAD = (_SEARCH, "click[B000]", "click[Buy Now]")
 """Earns nothing."""
 _STEPS = 60
+_written: dict[str, Path] = {}  # what makes a model -> a folder with it
 
 
 type Way = tuple[str, ...]
@@ -58,6 +60,9 @@ def write_taught(
     vocabulary: int = 512,
 ) -> Path:
     """A model directory whose model answers as in one of the dialogues that begin as its prompt does."""
+    same = repr((dialogues, steps, seed, context, vocabulary))
+    if same in _written:
+        return Path(shutil.copytree(_written[same], path))
     torch.manual_seed(seed)
     tokenizer = _tokenizer([message["content"] for dialogue in dialogues for message in dialogue], vocabulary)
     shape = {"max_position_embeddings": context, "vocab_size": vocabulary}
@@ -66,7 +71,7 @@ def write_taught(
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     _teach(model, [_tensors(*encoded(tokenizer, dialogue)) for dialogue in dialogues], steps)
     model.save_pretrained(path)
-    return path
+    return _written.setdefault(same, path)
 
 
 def _teach(model: torch.nn.Module, batch: list[tuple[torch.Tensor, torch.Tensor]], steps: int) -> None:

@@ -28,7 +28,7 @@ from openhands_rl_plugin.training.loop.plan import LoopPlan
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
 MODEL = "talker"
-LIMITS = Limits(max_turns=3, max_response_length=12)
+LIMITS = Limits(max_turns=2, max_response_length=12)
 TASKS = tuple(
     Task(id=f"webshop-{letter}", environment="webshop", instruction=INSTRUCTION, data={"idx": GOAL})
     for letter in "abcdefgh"

@@ -19,6 +19,7 @@ from sdk_play import converse, make_agent, stored
 from openhands_rl_plugin.core.types import StopReason
 
 
+@pytest.mark.slow
 @needs_bubblewrap
 def test_a_repository_is_mended_by_a_model_in_this_process(tmp_path: Path) -> None:
     repository(tmp_path / "project")

@@ -29,7 +29,9 @@ from openhands_rl_plugin.training.trainer.trainer import LocalTrainer, subtract_
 
 pytestmark = pytest.mark.contract
 STORED = [episode(number, float(number % 2)) for number in range(4)]
-SAMPLED = {"do_sample": True, "top_k": 0, "min_new_tokens": 6, "max_new_tokens": 6}
+SAMPLED: dict[str, Any] = {"do_sample": True, "top_k": 0, "min_new_tokens": 6, "max_new_tokens": 6}
+SAMPLED |= {"output_logits": True, "return_dict_in_generate": True}
+MASK = (*[False] * 10, *[True] * 6)
 OPSD = TrainingSettings(algorithm="opsd", hint="evidence.tests.output")
 
 
@@ -90,11 +92,12 @@ def test_a_student_comes_nearer_to_its_teacher(model: Path, tmp_path: Path) -> N
     for _ in range(9):
         set_peft_model_state_dict(student, trainer.policy.weights())
         written = student.generate(input_ids=prompt, attention_mask=torch.ones_like(prompt), **SAMPLED)
-        samples = []
-        for at, ids in enumerate(written.tolist()):
-            mask = (*[False] * 10, *[True] * 6)
-            logprobs = (0.0, *trainer.probe(ids).logprobs)
-            samples.append(Sample(trajectory_id=str(at), leaf=0, input_ids=tuple(ids), mask=mask, logprobs=logprobs))
+        rows = torch.stack(written.logits, 1).log_softmax(-1)
+        logprobs = rows.gather(2, written.sequences[:, 10:, None]).squeeze(2).tolist()
+        samples = [
+            Sample(trajectory_id=str(at), leaf=0, input_ids=ids, mask=MASK, logprobs=(*[0.0] * 10, *logprobs[at]))
+            for at, ids in enumerate(written.sequences.tolist())
+        ]
         taught, missing = asyncio.run(scored(samples, [], [], settings, teacher, tokenizer))
         assert not missing
         found.append(trainer.reinforce(taught)["kl"])
