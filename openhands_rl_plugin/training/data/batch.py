@@ -31,7 +31,6 @@ from openhands_rl_plugin.core.types import (
     Trajectory,
     kind_of,
 )
-from openhands_rl_plugin.training.algorithms import algorithm_of
 
 MIN_SHARED = 16
 """Shorter common prefixes are not shared: an additional attention call costs more than computing them twice."""
@@ -415,15 +414,6 @@ def _lacks(node: Node, need_logprobs: bool) -> str:
     if need_logprobs and not math.isfinite(sum(tokens.logprobs)) and not all(map(math.isfinite, tokens.logprobs)):
         return "a recorded logprob is not finite; drop this trajectory or check the server"
     return ""
-
-
-def may_be_shortened(settings: TrainingSettings) -> bool:
-    """Whether the algorithm gives each answer the weight of its episode, so that one can be left out of the sum.
-
-    Rewards to go need all later steps, and a preference compares whole episodes.
-    """
-    whole = settings.step_rewards == "episode" and not settings.state_weight
-    return whole and algorithm_of(settings).kind != "preference"
 
 
 def until_secret(trajectory: Trajectory) -> Trajectory:

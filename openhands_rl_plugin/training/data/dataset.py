@@ -13,14 +13,18 @@ from openhands_rl_plugin.core.protocols import Reward, TrajectoryStorage
 from openhands_rl_plugin.core.records import Label, TrajectoryFilter, sub_agent_of
 from openhands_rl_plugin.core.types import Adapter, Failure, Frozen, Sample, Score, StopReason, Trajectory
 from openhands_rl_plugin.rollout.scoring import JudgesLabels, judge_all, known_score
-from openhands_rl_plugin.training.algorithms import algorithm_of, needs_logprobs
-from openhands_rl_plugin.training.credit.credit import EQUAL, credited_samples, is_searched
+from openhands_rl_plugin.training.algorithms import (
+    EQUAL,
+    algorithm_of,
+    credited_samples,
+    is_searched,
+    needs_logprobs,
+)
 from openhands_rl_plugin.training.data.batch import (
     is_failed,
     is_interrupted,
     is_overlong,
     is_recorded,
-    may_be_shortened,
     off_policy_sampling,
     recorded_nodes,
     regrouped,
@@ -376,12 +380,21 @@ def build_dataset(episodes: Episodes, settings: TrainingSettings, *, regroup: bo
     )
 
 
+def _may_be_shortened(settings: TrainingSettings) -> bool:
+    """Whether the algorithm gives each answer the weight of its episode, so that one can be left out of the sum.
+
+    Rewards to go need all later steps, and a preference compares whole episodes.
+    """
+    whole = settings.step_rewards == "episode" and not settings.state_weight
+    return whole and algorithm_of(settings).kind != "preference"
+
+
 def _usable(episodes: Episodes, settings: TrainingSettings, *, regroup: bool) -> Episodes:
     """The episodes that the algorithm of ``settings`` may use, and counts of the others.
 
     An episode that timed out after its success is a success: SFT may use it, algorithms that compare may not.
     """
-    algorithm, shortens = algorithm_of(settings), may_be_shortened(settings)
+    algorithm, shortens = algorithm_of(settings), _may_be_shortened(settings)
     kind = algorithm.kind
     excluded = Counter(episodes.excluded)
     kept: list[tuple[Trajectory, float | None]] = []

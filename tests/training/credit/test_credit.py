@@ -13,8 +13,16 @@ from searched_episode import searched
 
 from openhands_rl_plugin.config.rl import TrainingSettings
 from openhands_rl_plugin.core.types import Trajectory
-from openhands_rl_plugin.training.algorithms import ESTIMATORS, RolloutBatch, dr_grpo, grpo, rloo
-from openhands_rl_plugin.training.credit.credit import credited_samples, group_advantages, search_rewards
+from openhands_rl_plugin.training.algorithms import (
+    ESTIMATORS,
+    RolloutBatch,
+    credited_samples,
+    dr_grpo,
+    group_advantages,
+    grpo,
+    rloo,
+    search_rewards,
+)
 
 pytestmark = pytest.mark.contract
 

@@ -1,1 +1,0 @@
-"""Advantages: which token gets how much credit. GRPO, RLOO ... are in ``algorithms``."""
