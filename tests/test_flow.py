@@ -111,7 +111,7 @@ async def test_one_task_through_everything(world: ShopWorld, tmp_path: Path) -> 
         saved.append(state.records[-1].name)
 
     state = await TrainingLoop(plan(world), again, listener=seen, on_saved=save).run()
-    assert seen.begun == saved == STAGES[3:]
+    assert seen.begun == saved == STAGES[3:] and plan(world).settings.loop.stages == len(STAGES)
     assert [record.name for record in state.records] == STAGES
     assert seen.first["evaluate-warm-start"] == ("episodes", 0, 2), "how many there are is known before the first ends"
     assert [record.metrics["episodes"] for record in state.records if record.name.startswith("evaluate")] == [1, 2, 2]
