@@ -16,22 +16,47 @@ from typing import TYPE_CHECKING
 from openhands_rl_plugin.config import registry
 from openhands_rl_plugin.config.build import make_reward
 from openhands_rl_plugin.config.rl import LOCAL, RLSettings, TrainingSettings
-from openhands_rl_plugin.core.errors import TrainingError, describe, from_extra
+from openhands_rl_plugin.core.errors import ConfigError, TrainingError, describe, from_extra
+from openhands_rl_plugin.core.judgements import UNJUDGED, preferences
 from openhands_rl_plugin.core.machine import forget_unused, free_memory
-from openhands_rl_plugin.core.protocols import TrajectoryStorage
-from openhands_rl_plugin.core.records import TrajectoryFilter
-from openhands_rl_plugin.core.types import Adapter, Probe, Sample
+from openhands_rl_plugin.core.protocols import Reward, TrajectoryStorage
+from openhands_rl_plugin.core.records import Label, TrajectoryFilter, sub_agent_of
+from openhands_rl_plugin.core.types import Adapter, Failure, Probe, Sample, Score, StopReason, Trajectory
 from openhands_rl_plugin.models.adapters.store import AdapterStore, check_name
-from openhands_rl_plugin.rollout.scoring import rescore
-from openhands_rl_plugin.training.algorithms import ALGORITHMS, algorithm_of
+from openhands_rl_plugin.rollout.scoring import JudgesLabels, judge_all, known_score, rescore
+from openhands_rl_plugin.training.algorithms import (
+    ALGORITHMS,
+    algorithm_of,
+    credited_samples,
+    is_searched,
+    needs_logprobs,
+)
+from openhands_rl_plugin.training.data.batch import (
+    is_failed,
+    is_interrupted,
+    is_overlong,
+    is_recorded,
+    off_policy_sampling,
+    regrouped,
+    sampled_nodes,
+    samples_of,
+    until_secret,
+)
 from openhands_rl_plugin.training.data.dataset import (
     Episodes,
+    PreferencePair,
     TrainingDataset,
-    build_dataset,
-    load_episodes,
     nothing_learnt,
+    preference_pairs,
+    select_for_sft,
 )
-from openhands_rl_plugin.training.data.demonstrations import is_demonstration, load_tokenizer, tokenised
+from openhands_rl_plugin.training.data.demonstrations import (
+    demonstration_reward,
+    is_demonstration,
+    is_imported,
+    load_tokenizer,
+    tokenised,
+)
 from openhands_rl_plugin.training.teacher import taught_dataset
 from openhands_rl_plugin.trajectories.view import progress_bar
 
@@ -97,6 +122,159 @@ async def policy_dataset(
     if not dataset.samples:
         raise TrainingError(nothing_learnt(training, dataset.excluded))
     return dataset
+
+
+async def load_episodes(
+    storage: TrajectoryStorage,
+    where: TrajectoryFilter,
+    *,
+    base_model: str,
+    adapter: str,
+    reward: Reward,
+    demonstrations: bool = False,
+    presume: bool = False,
+    unjudged: bool = False,
+) -> Episodes:
+    """The stored episodes that ``base_model`` (empty: the only one) sampled, alone or with any version of ``adapter``.
+
+    With ``demonstrations`` also imported ones of any policy, with the outcome in their record; with
+    ``presume`` those without a label count as chosen to be imitated: 1.0; with ``unjudged`` those without a reward
+    are there, too, and those that failed of the model. People's preferences between two of them come with them, and
+    those two also without a reward.
+    Episodes of an evaluation split are excluded unless ``where`` names the split. An episode without a score of the
+    reward is scored here, unless it is a sub-agent's; the score is not stored. A reward that ``JudgesLabels`` goes by
+    the labels as they are now. Raises ``ConfigError`` for episodes of several base models, ``TrainingError`` for none.
+    """
+    own: list[Trajectory] = []
+    known: dict[str, Score | Failure] = {}
+    excluded: Counter[str] = Counter()
+    by_labels, models = isinstance(reward, JudgesLabels), Counter[str]()
+    async for trajectory, scores in storage.find(where):
+        imported, policy = demonstrations and is_imported(trajectory), trajectory.policy
+        other = policy.adapter not in (None, adapter) or base_model not in ("", policy.base_model)
+        if not (imported or other):
+            models[policy.base_model] += 1
+        if where.only_measures(trajectory.task.split):
+            excluded["held_out"] += 1
+        elif other and not imported:
+            excluded["other_policy"] += 1
+        elif trajectory.failure is not None and is_failed(trajectory, rewarded=not unjudged):
+            excluded[f"failed: {trajectory.failure.kind.value}"] += 1
+        else:
+            own.append(trajectory)
+            score = None if by_labels or imported else known_score(reward, trajectory, scores)
+            if imported and not by_labels:
+                value = demonstration_reward(trajectory, scores, reward.version)
+                if value is None and presume and not (scores or sub_agent_of(trajectory.task)):
+                    value = 1.0
+                    excluded["presumed"] += 1
+                if value is not None:
+                    score = Score(trajectory_id=trajectory.id, reward=value, reward_version=reward.version)
+            if score is not None:
+                known[trajectory.id] = score
+    if len(models) > 1:
+        counts = ", ".join(f"{name} ({count})" for name, count in models.most_common())
+        raise ConfigError(f"the episodes are of several base models: {counts}; choose one with --base-model")
+    if not (base_model or models or own):
+        raise TrainingError(f"no stored episode of {adapter} or a base model matches; see `openhands-rl list`")
+    labels = await storage.labels([trajectory.id for trajectory in own])
+    if isinstance(reward, JudgesLabels):
+        of: dict[str, list[Label]] = {trajectory.id: [] for trajectory in own}
+        for label in labels:
+            of.get(label.trajectory_id, []).append(label)
+        found = {identity: reward.from_labels(identity, each) for identity, each in of.items()}
+        known |= {identity: score for identity, score in found.items() if score and score.reward is not None}
+    unscored = [each for each in own if each.id not in known and not sub_agent_of(each.task)]
+    outcomes = await judge_all(reward, unscored)
+    known |= {each.id: outcome for each, outcome in zip(unscored, outcomes, strict=True)}
+    ids = frozenset(each.id for each in own)
+    labelled = {both: better for both, better in preferences(labels).items() if both <= ids}
+    named = ids if unjudged else {each for both in labelled for each in both}
+    valid: list[tuple[Trajectory, float | None]] = []
+    for each in own:
+        outcome = known.get(each.id)
+        if isinstance(outcome, Score) and outcome.reward is not None:
+            valid.append((each, outcome.reward))
+        elif each.id in named:
+            valid.append((each, None))
+        elif outcome is None:
+            excluded["sub_agents"] += 1
+        else:
+            why = outcome.message if isinstance(outcome, Failure) else f"{outcome.reward_version} gave none"
+            excluded[f"no_reward: {why.removeprefix('GraderError: ')}"] += 1
+    trajectories, returns = zip(*valid, strict=True) if valid else ((), ())
+    return Episodes(trajectories, returns, excluded, labelled, base_model or next(iter(models), ""))
+
+
+def build_dataset(episodes: Episodes, settings: TrainingSettings, *, regroup: bool = True) -> TrainingDataset:
+    """The dataset for the algorithm of ``settings``; it may be empty.
+
+    ``regroup``: compare all episodes of a task, a version and a strategy, else those of one group.
+    """
+    usable = _usable(episodes, settings, regroup=regroup)
+    trajectories = usable.trajectories
+    rewards = [value or 0.0 for value in usable.returns]  # for pairs and a teacher some have none
+    pairs: list[PreferencePair] = []
+    match algorithm_of(settings).kind:
+        case "imitation":
+            good = [trajectories[at] for at in select_for_sft(trajectories, rewards, settings)]
+            samples = [sample for trajectory in good for sample in samples_of(trajectory, need_logprobs=False)]
+        case "preference":
+            pairs = preference_pairs(trajectories, usable.returns, settings, usable.labelled)
+            samples = [sample for pair in pairs for sample in (*pair.chosen, *pair.rejected)]
+        case "reinforcement":
+            samples = credited_samples(trajectories, rewards, settings)
+    trained = {sample.trajectory_id for sample in samples}
+    used = len(trained)
+    algorithm = algorithm_of(settings)
+    as_sampled = algorithm.kind == "reinforcement" and algorithm.rewarded and settings.tree == "path"
+    return TrainingDataset(
+        algorithm=settings.algorithm,
+        samples=tuple(samples),
+        used=used,
+        excluded=usable.excluded + Counter(no_signal=len(trajectories) - used),
+        pairs=tuple(pairs),
+        searched=sum(is_searched(each) for each in trajectories if each.id in trained) if as_sampled else 0,
+        base_model=episodes.base_model,
+    )
+
+
+def _may_be_shortened(settings: TrainingSettings) -> bool:
+    """Whether the algorithm gives each answer the weight of its episode, so that one can be left out of the sum.
+
+    Rewards to go need all later steps, and a preference compares whole episodes.
+    """
+    whole = settings.step_rewards == "episode" and not settings.state_weight
+    return whole and algorithm_of(settings).kind != "preference"
+
+
+def _usable(episodes: Episodes, settings: TrainingSettings, *, regroup: bool) -> Episodes:
+    """The episodes that the algorithm of ``settings`` may use, and counts of the others.
+
+    An episode that timed out after its success is a success: SFT may use it, algorithms that compare may not.
+    """
+    algorithm, shortens = algorithm_of(settings), _may_be_shortened(settings)
+    kind = algorithm.kind
+    excluded = Counter(episodes.excluded)
+    kept: list[tuple[Trajectory, float | None]] = []
+    for trajectory, value in zip(episodes.trajectories, episodes.returns, strict=True):
+        short = until_secret(trajectory) if shortens else trajectory
+        whole = is_recorded(short, need_logprobs=needs_logprobs(settings))
+        if value is None and kind != "preference" and algorithm.rewarded:
+            excluded[f"no_reward: {UNJUDGED}"] += 1  # there for a preference, which is not what is trained on now
+        elif not (whole if algorithm.rewarded else sampled_nodes(short)):
+            excluded["no_tokens"] += 1
+        elif trajectory.stop is StopReason.UNFINISHED or (kind != "imitation" and is_interrupted(trajectory)):
+            excluded["unfinished"] += 1
+        elif is_overlong(trajectory, settings):
+            excluded["overlong"] += 1
+        elif kind == "reinforcement" and (how := off_policy_sampling(trajectory)):
+            excluded[f"off_temperature: {how}"] += 1
+        else:
+            excluded["shortened"] += short is not trajectory
+            kept.append((regrouped(short) if regroup else short, value))
+    trajectories, returns = zip(*kept, strict=True) if kept else ((), ())
+    return Episodes(trajectories, returns, excluded, episodes.labelled)
 
 
 def _with_token_ids(episodes: Episodes, model: Path) -> Episodes:

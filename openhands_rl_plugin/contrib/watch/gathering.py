@@ -21,13 +21,8 @@ from openhands_rl_plugin.models.adapters.store import AdapterStore
 from openhands_rl_plugin.rewards.verifier.card import LEAST_CALIBRATED, Calibration, VerifierCard
 from openhands_rl_plugin.rollout.scoring import AT_ONCE, UNLABELLED, JudgesLabels, known_score, rescore
 from openhands_rl_plugin.training.algorithms import algorithm_of
-from openhands_rl_plugin.training.data.dataset import (
-    Episodes,
-    TrainingDataset,
-    build_dataset,
-    causes_of,
-    load_episodes,
-)
+from openhands_rl_plugin.training.data.dataset import Episodes, TrainingDataset, causes_of
+from openhands_rl_plugin.training.learn import build_dataset, load_episodes
 from openhands_rl_plugin.training.loop.plan import is_too_stale
 
 DIVIDED = "labels contradict each other"

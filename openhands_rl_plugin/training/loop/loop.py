@@ -34,9 +34,9 @@ from openhands_rl_plugin.rollout.many import RolloutPlan, roll_out
 from openhands_rl_plugin.rollout.scoring import rescore, stored_rewards
 from openhands_rl_plugin.training.algorithms import algorithm_of
 from openhands_rl_plugin.training.data.batch import is_failed
-from openhands_rl_plugin.training.data.dataset import Episodes, TrainingDataset, build_dataset, nothing_learnt
+from openhands_rl_plugin.training.data.dataset import Episodes, TrainingDataset, nothing_learnt
 from openhands_rl_plugin.training.data.demonstrations import demonstration_samples, load_tokenizer
-from openhands_rl_plugin.training.learn import create_version, make_trainer
+from openhands_rl_plugin.training.learn import build_dataset, create_version, make_trainer
 from openhands_rl_plugin.training.loop.plan import (
     ChosenBatch,
     LoopPlan,
@@ -157,7 +157,8 @@ class TrainingLoop:
             await self._bring_into_use(adapter)
         await self._begin()
         await self._reinforce()
-        await self._stage("evaluate-final", self._evaluate)
+        if self._loop.evaluates_at_the_end:
+            await self._stage("evaluate-final", self._evaluate)
         return self._state
 
     async def _stage(self, name: str, work: Callable[[str], Awaitable[StageRecord]]) -> bool:

@@ -28,13 +28,12 @@ from openhands_rl_plugin.training.data.batch import samples_of
 from openhands_rl_plugin.training.data.dataset import (
     Episodes,
     TrainingDataset,
-    build_dataset,
     causes_of,
-    load_episodes,
     nothing_learnt,
     preference_pairs,
     select_for_sft,
 )
+from openhands_rl_plugin.training.learn import build_dataset, load_episodes
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 
 COMPARING = ("dpo", "grpo", "reinforce++", "reinforce++-baseline", "rloo")
