@@ -285,6 +285,11 @@ class VerifierValueOptions(StrictOptions):
 
     verifier: str = "verifier"
 
+    @property
+    def verifier_options(self) -> JsonObject:
+        """The options of the verifier reward; the registry validates them."""
+        return dict(self.model_extra or {})
+
 
 class VerifierValue:
     """A verifier's score of the episode up to a state.
