@@ -400,6 +400,11 @@ def times_sampled(trajectory: Trajectory) -> dict[int, int]:
     return {at: 1 + times_merged(notes(node)) for at, node in enumerate(trajectory.nodes) if node.sampled}
 
 
+def _again(trajectory: Trajectory, nodes: NodeAdvantages) -> dict[int, tuple[int, float]]:
+    """How often each of the nodes was sampled after the first time, and its advantage."""
+    return {at: (times - 1, nodes[at]) for at, times in times_sampled(trajectory).items() if at in nodes and times > 1}
+
+
 def returns_to_go(trajectory: Trajectory, reward: float, settings: TrainingSettings) -> dict[int, float]:
     """``node -> return to go`` of the executed completions, in order. What ``reward`` adds to the return comes at the
     end."""
@@ -452,7 +457,9 @@ def credited_samples(
     sampled is trained, also malformed completions. Raises ``TrainingError`` as ``samples_of`` does.
     """
     if not algorithm_of(settings).rewarded:
-        return [s for t in trajectories for s in samples_of_tree(t, dict.fromkeys(sampled_nodes(t), 0.0))]
+        own = [dict.fromkeys(sampled_nodes(each), 0.0) for each in trajectories]
+        pairs = zip(trajectories, own, strict=True)
+        return [s for t, nodes in pairs for s in samples_of_tree(t, nodes, again=_again(t, nodes))]
     if settings.tree == "path" and settings.step_rewards == "episode" and not settings.state_weight:
         whole = group_advantages(trajectories, rewards, settings)
         weighted = [(t, a) for t, a in zip(trajectories, whole, strict=True) if a is not None]
@@ -469,7 +476,7 @@ def credited_samples(
             advantages[index][at] = value
     samples: list[Sample] = []
     for index, nodes in advantages.items():
-        again = {at: (often - 1, nodes[at]) for at, often in times[index].items() if at in nodes and often > 1}
+        again = _again(trajectories[index], nodes) if merged else {}
         samples += samples_of_tree(trajectories[index], nodes, again=again)
     return samples
 

@@ -94,6 +94,11 @@ async def test_the_gradient_over_proposals_is_exact_in_expectation_and_that_of_t
         for ways in itertools.product(range(WAYS), repeat=3)
     ]
     assert any(max(times_sampled(tree).values()) == 2 for _, tree in trees), "merged ones are among them"
+    for _, tree in trees:
+        taught = credited_samples([tree], [0.0], settings(algorithm="opd", teacher="t"))
+        assert sum(each.count * sum(each.mask) for each in taught) == 6, (
+            "a teacher sees each as often as it was sampled"
+        )
     true = exact(lambda way: rewarded(way, depth=1))
     for algorithm, scale in (("rloo", 1.0), ("dr-grpo", 2 / 3)):
         found = sum(p * estimate([tree], algorithm=algorithm, tree="proposals") for p, tree in trees)
