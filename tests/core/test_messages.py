@@ -8,14 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from openhands_rl_plugin.core.messages import (
-    equals,
-    has_reasoning,
-    reasoning_of,
-    to_message,
-    whole_json,
-    whole_text,
-)
+from openhands_rl_plugin.core.messages import equals, has_reasoning, reasoning_of, to_message, whole_json, whole_text
 from openhands_rl_plugin.core.types import JsonObject, Message, Node
 
 

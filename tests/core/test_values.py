@@ -9,17 +9,7 @@ from pydantic import ValidationError
 
 from openhands_rl_plugin.core.errors import describe
 from openhands_rl_plugin.core.records import Label, LabelKind, NodeMark
-from openhands_rl_plugin.core.types import (
-    LARGEST,
-    Frozen,
-    Message,
-    Node,
-    Observation,
-    Probe,
-    Sample,
-    Score,
-    Tokens,
-)
+from openhands_rl_plugin.core.types import LARGEST, Frozen, Message, Node, Observation, Probe, Sample, Score, Tokens
 
 pytestmark = pytest.mark.contract
 

@@ -11,13 +11,7 @@ import pytest
 from openhands_rl_plugin.core.errors import InfrastructureError
 from openhands_rl_plugin.core.protocols import Environment, TrajectoryStorage
 from openhands_rl_plugin.core.records import TrajectoryFilter
-from openhands_rl_plugin.core.types import (
-    EpisodeRequest,
-    Limits,
-    Observation,
-    StrategySpec,
-    Task,
-)
+from openhands_rl_plugin.core.types import EpisodeRequest, Limits, Observation, StrategySpec, Task
 from openhands_rl_plugin.rewards.outcome import ReturnReward
 from openhands_rl_plugin.rollout.episode import SessionRunner
 from openhands_rl_plugin.rollout.many import RolloutPlan, roll_out

@@ -11,14 +11,7 @@ from gateway_world import SYSTEM, TOOL, Model, prompt_ids, stored, streamed, use
 from wire_shapes import MESSAGES, STREAMS
 
 from openhands_rl_plugin.core.messages import NEUTRAL_PARAMETERS, reasoning_of
-from openhands_rl_plugin.core.types import (
-    CONDENSATION,
-    SIDE,
-    TURN,
-    SamplingParams,
-    Trajectory,
-    kind_of,
-)
+from openhands_rl_plugin.core.types import CONDENSATION, SIDE, TURN, SamplingParams, Trajectory, kind_of
 from openhands_rl_plugin.training.data.batch import is_sampled_off_policy, samples_of
 from openhands_rl_plugin.trajectories.view import Cause, breaks_of
 

@@ -18,10 +18,7 @@ import argparse
 
 from openhands_rl_plugin.apps.stores import is_folder
 from openhands_rl_plugin.cli.options import STORE_HELP, add_fields, read_fields
-from openhands_rl_plugin.cli.terminal import (
-    sayable,
-    wait_until_stopped,
-)
+from openhands_rl_plugin.cli.terminal import sayable, wait_until_stopped
 from openhands_rl_plugin.config.rollout import OF_EPISODE
 from openhands_rl_plugin.contrib.rollouts.requests import ServiceOptions
 

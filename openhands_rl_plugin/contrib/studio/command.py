@@ -18,11 +18,7 @@ from pathlib import Path
 
 from openhands_rl_plugin.apps.stores import open_store
 from openhands_rl_plugin.cli.options import STORE_HELP, add_fields, add_filters, author, filter_of, read_fields
-from openhands_rl_plugin.cli.terminal import (
-    ENDING,
-    sayable,
-    wait_until_stopped,
-)
+from openhands_rl_plugin.cli.terminal import ENDING, sayable, wait_until_stopped
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.core.files import PRIVATE, write_file
 from openhands_rl_plugin.core.records import TrajectoryFilter

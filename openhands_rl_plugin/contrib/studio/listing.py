@@ -15,13 +15,7 @@ from starlette.responses import Response
 from openhands_rl_plugin.contrib.studio.replies import columns, number, reply, whole
 from openhands_rl_plugin.contrib.studio.sources import EpisodeShelf, Opened, StudioSources, read_episode
 from openhands_rl_plugin.core.errors import ConfigError, unknown_name
-from openhands_rl_plugin.core.judgements import (
-    ALIKE,
-    OPINIONS,
-    opinions_of,
-    standing,
-    verdict_word,
-)
+from openhands_rl_plugin.core.judgements import ALIKE, OPINIONS, opinions_of, standing, verdict_word
 from openhands_rl_plugin.core.messages import transcript_nodes
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
 from openhands_rl_plugin.core.records import Label, LabelKind, TrajectoryFilter, TrajectoryOrder, TrajectorySummary

@@ -30,15 +30,7 @@ from openhands_rl_plugin.core.errors import (
 from openhands_rl_plugin.core.messages import to_message
 from openhands_rl_plugin.core.protocols import EnvInfo
 from openhands_rl_plugin.core.templates import template_for
-from openhands_rl_plugin.core.types import (
-    FailureKind,
-    Frozen,
-    JsonObject,
-    Message,
-    Observation,
-    Task,
-    ToolCall,
-)
+from openhands_rl_plugin.core.types import FailureKind, Frozen, JsonObject, Message, Observation, Task, ToolCall
 
 if TYPE_CHECKING:
     from jsonschema import Draft202012Validator

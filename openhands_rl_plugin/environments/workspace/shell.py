@@ -25,13 +25,7 @@ from openhands_rl_plugin.core.errors import InfrastructureError
 from openhands_rl_plugin.core.messages import whole_text
 from openhands_rl_plugin.core.records import CommandEvidence, WorkspaceCommand
 from openhands_rl_plugin.environments.workspace.processes import in_group, make_group, remove_group
-from openhands_rl_plugin.environments.workspace.sandbox import (
-    Sandbox,
-    SandboxLimits,
-    limited,
-    search_path,
-    text_inside,
-)
+from openhands_rl_plugin.environments.workspace.sandbox import Sandbox, SandboxLimits, limited, search_path, text_inside
 
 _START_PATIENCE = 20.0
 _ANSWER_PATIENCE = 15.0

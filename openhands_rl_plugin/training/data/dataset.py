@@ -9,15 +9,8 @@ from dataclasses import dataclass, field
 from openhands_rl_plugin.config.rl import AlgorithmName, TrainingSettings
 from openhands_rl_plugin.core.judgements import Preferences
 from openhands_rl_plugin.core.types import Adapter, Frozen, Sample, Trajectory
-from openhands_rl_plugin.training.algorithms import (
-    EQUAL,
-    algorithm_of,
-)
-from openhands_rl_plugin.training.data.batch import (
-    recorded_nodes,
-    samples_of,
-    samples_of_tree,
-)
+from openhands_rl_plugin.training.algorithms import EQUAL, algorithm_of
+from openhands_rl_plugin.training.data.batch import recorded_nodes, samples_of, samples_of_tree
 
 
 @dataclass(frozen=True)

@@ -19,13 +19,7 @@ from small_shop import GOALS, ShopSession, running_shop
 from openhands_rl_plugin import RLAgent, RLAgentConfig
 from openhands_rl_plugin.apps.rl_agent import EpisodeResult
 from openhands_rl_plugin.core.concurrency import LoopThread
-from openhands_rl_plugin.core.errors import (
-    ConfigError,
-    InfrastructureError,
-    PublishError,
-    RLError,
-    TrainingError,
-)
+from openhands_rl_plugin.core.errors import ConfigError, InfrastructureError, PublishError, RLError, TrainingError
 from openhands_rl_plugin.core.records import TrajectoryFilter
 from openhands_rl_plugin.core.types import PolicyRef, Score, Trajectory
 from openhands_rl_plugin.models.generator.config import ServerConfig

@@ -14,12 +14,7 @@ import pytest
 from raw_server import RawServer, raw_server, respond
 
 from openhands_rl_plugin.apps.chat_endpoint import AgentRuntime, PolicyConfig, running_agent
-from openhands_rl_plugin.core.types import (
-    Completion,
-    Limits,
-    PolicyRef,
-    SamplingParams,
-)
+from openhands_rl_plugin.core.types import Completion, Limits, PolicyRef, SamplingParams
 from openhands_rl_plugin.environments.tools.environment import FinalTool, ThinkTool, ToolBase
 from openhands_rl_plugin.models.engines.client import OpenAIEngine
 from openhands_rl_plugin.models.generator.config import ServerConfig

@@ -12,13 +12,7 @@ from one_episode import one_episode
 
 from openhands_rl_plugin.contrib.environments.verifiers import VARIABLE, VerifiersEnvironment, VerifiersOptions
 from openhands_rl_plugin.core.errors import BadEnvironmentError, ConfigError, InfrastructureError
-from openhands_rl_plugin.core.types import (
-    Limits,
-    Message,
-    StopReason,
-    Task,
-    Trajectory,
-)
+from openhands_rl_plugin.core.types import Limits, Message, StopReason, Task, Trajectory
 
 HERE = Path(__file__).parent
 

@@ -14,18 +14,8 @@ from pathlib import Path
 import pytest
 
 from openhands_rl_plugin.config.host import TOOLS
-from openhands_rl_plugin.contrib.repair.oracle import (
-    RepairOracle,
-    fixed_text,
-    oracle_plan,
-    serve_oracle,
-)
-from openhands_rl_plugin.contrib.repair.rows import (
-    RUN_TESTS,
-    repair_instances,
-    repository_files,
-    spec_of,
-)
+from openhands_rl_plugin.contrib.repair.oracle import RepairOracle, fixed_text, oracle_plan, serve_oracle
+from openhands_rl_plugin.contrib.repair.rows import RUN_TESTS, repair_instances, repository_files, spec_of
 from openhands_rl_plugin.contrib.repair.suites import RepairBackend
 from openhands_rl_plugin.core.errors import ConfigError
 from openhands_rl_plugin.evals.swe.instances import Instance

@@ -15,13 +15,7 @@ from needs import needs_bubblewrap
 from openhands_rl_plugin.contrib.repair import calling
 from openhands_rl_plugin.contrib.repair.bugs import LONGEST_FUNCTION, bugs_in
 from openhands_rl_plugin.contrib.repair.oracle import fixed_text
-from openhands_rl_plugin.contrib.repair.rows import (
-    RepairSpec,
-    at_level,
-    repair_instances,
-    repository_files,
-    spec_of,
-)
+from openhands_rl_plugin.contrib.repair.rows import RepairSpec, at_level, repair_instances, repository_files, spec_of
 from openhands_rl_plugin.contrib.repair.suites import RepairBackend, more_instances, same
 from openhands_rl_plugin.core.files import write_file
 from openhands_rl_plugin.evals.runs.suites import find_suite, instruction_of, swe_tasks

@@ -35,9 +35,7 @@ def configured(*words: str) -> Any:
 
 def batch(cfg: Any, tasks: list[Any], samples: int, phase: str = "train") -> Any:
     """As SkyRL's trainer asks for it: rows of its data set, and the sampling of its configuration."""
-    from skyrl.backends.skyrl_train.inference_servers.engine_utils import (
-        get_sampling_params_for_backend,
-    )
+    from skyrl.backends.skyrl_train.inference_servers.engine_utils import get_sampling_params_for_backend
     from skyrl.train.generators.utils import prepare_generator_input
 
     rows = [

@@ -69,9 +69,7 @@ class TestRealAgentLoop:
         """Runs an agent loop as verl's worker makes one, from the registered configuration."""
         import hydra
         from omegaconf import OmegaConf
-        from verl.experimental.agent_loop.agent_loop import (
-            DictConfigWrap,
-        )
+        from verl.experimental.agent_loop.agent_loop import DictConfigWrap
         from verl.utils.dataset.rl_dataset import RLHFDataset
 
         config = tmp_path / "config.toml"

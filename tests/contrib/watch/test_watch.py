@@ -7,17 +7,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from watched import (
-    ALL,
-    current,
-    journal_of,
-    killed_all_the_time,
-    label,
-    look,
-    play,
-    watching_folder,
-    write_config,
-)
+from watched import ALL, current, journal_of, killed_all_the_time, label, look, play, watching_folder, write_config
 
 from openhands_rl_plugin import cli
 from openhands_rl_plugin.config.toml import load_settings

@@ -11,13 +11,7 @@ import pytest
 from one_episode import assert_failed, one_episode
 from raw_server import raw_server, respond
 
-from openhands_rl_plugin.core.types import (
-    FailureKind,
-    Limits,
-    Message,
-    Task,
-    Trajectory,
-)
+from openhands_rl_plugin.core.types import FailureKind, Limits, Message, Task, Trajectory
 from openhands_rl_plugin.environments.http.client import HttpEnvironmentOptions, WebEnvClient
 
 INFRASTRUCTURE, ENVIRONMENT = FailureKind.INFRASTRUCTURE, FailureKind.ENVIRONMENT

@@ -11,12 +11,7 @@ import pytest
 
 from openhands_rl_plugin.config import registry
 from openhands_rl_plugin.core.errors import BadEnvironmentError, CaughtFailure, ConfigError, InfrastructureError
-from openhands_rl_plugin.core.types import (
-    Message,
-    Observation,
-    Task,
-    ToolCall,
-)
+from openhands_rl_plugin.core.types import Message, Observation, Task, ToolCall
 from openhands_rl_plugin.environments.tools.environment import (
     FinalTool,
     ThinkTool,

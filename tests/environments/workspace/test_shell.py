@@ -17,11 +17,7 @@ from needs import needs_bubblewrap
 
 from openhands_rl_plugin.core.errors import InfrastructureError
 from openhands_rl_plugin.environments.workspace import processes
-from openhands_rl_plugin.environments.workspace.sandbox import (
-    BubblewrapSandbox,
-    SandboxLimits,
-    SubprocessSandbox,
-)
+from openhands_rl_plugin.environments.workspace.sandbox import BubblewrapSandbox, SandboxLimits, SubprocessSandbox
 from openhands_rl_plugin.environments.workspace.shell import CommandResult, SandboxEndedError, Shell
 
 pytestmark = [pytest.mark.contract, needs_bubblewrap]

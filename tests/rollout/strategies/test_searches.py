@@ -25,15 +25,7 @@ from openhands_rl_plugin.config import registry
 from openhands_rl_plugin.core.errors import CaughtFailure, ModelError
 from openhands_rl_plugin.core.protocols import LLMEngine, Strategy
 from openhands_rl_plugin.core.tree import EpisodeTree
-from openhands_rl_plugin.core.types import (
-    Completion,
-    FailureKind,
-    Limits,
-    Message,
-    StopReason,
-    Tokens,
-    Trajectory,
-)
+from openhands_rl_plugin.core.types import Completion, FailureKind, Limits, Message, StopReason, Tokens, Trajectory
 from openhands_rl_plugin.rollout.strategies.base import BestOfNOptions, BestOfNStrategy, ToTOptions, ToTStrategy
 from openhands_rl_plugin.rollout.strategies.mcts import MCTSOptions, MCTSStrategy
 from openhands_rl_plugin.rollout.strategies.search import SearchBudget, SearchOptions

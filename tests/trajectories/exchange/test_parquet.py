@@ -12,11 +12,7 @@ from exchange_samples import CODE, TOOLS, call, reply, score, trajectory
 
 from openhands_rl_plugin import cli
 from openhands_rl_plugin.core.messages import to_wire
-from openhands_rl_plugin.core.types import (
-    JsonObject,
-    Node,
-    Trajectory,
-)
+from openhands_rl_plugin.core.types import JsonObject, Node, Trajectory
 from openhands_rl_plugin.trajectories.exchange.formats import with_objects
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
 

@@ -9,19 +9,8 @@ from exchange_samples import DATA, call, reply, result, score, trajectory
 from pydantic import JsonValue
 
 from openhands_rl_plugin.core.types import JsonObject, Message, ToolCall
-from openhands_rl_plugin.trajectories.exchange.foreign import (
-    ExchangeError,
-    Imported,
-    LeftOutError,
-    Record,
-    row_episode,
-)
-from openhands_rl_plugin.trajectories.exchange.formats import (
-    line_rows,
-    prediction_rows,
-    read_line,
-    verifier_rows,
-)
+from openhands_rl_plugin.trajectories.exchange.foreign import ExchangeError, Imported, LeftOutError, Record, row_episode
+from openhands_rl_plugin.trajectories.exchange.formats import line_rows, prediction_rows, read_line, verifier_rows
 
 
 def plain(row: JsonObject, **more: JsonValue) -> Record:

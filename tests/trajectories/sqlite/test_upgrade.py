@@ -6,12 +6,7 @@ import sqlite3
 from contextlib import closing
 from pathlib import Path
 
-from openhands_rl_plugin.core.records import (
-    Label,
-    LabelKind,
-    TrajectoryFilter,
-    TrajectoryOrder,
-)
+from openhands_rl_plugin.core.records import Label, LabelKind, TrajectoryFilter, TrajectoryOrder
 from openhands_rl_plugin.testing import sample_episode, sample_score
 from openhands_rl_plugin.trajectories.sqlite.storage import FILE_NAME, FileTrajectoryStorage
 

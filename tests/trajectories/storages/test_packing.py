@@ -13,12 +13,7 @@ from openhands_rl_plugin.core.errors import StorageError
 from openhands_rl_plugin.core.types import Message, Node, Tokens
 from openhands_rl_plugin.testing import sample_episode
 from openhands_rl_plugin.trajectories.storages import log as packing
-from openhands_rl_plugin.trajectories.storages.log import (
-    pack_document,
-    pack_nodes,
-    unpack_document,
-    unpack_nodes,
-)
+from openhands_rl_plugin.trajectories.storages.log import pack_document, pack_nodes, unpack_document, unpack_nodes
 
 TEXT = st.text(max_size=40)
 JSON = st.recursive(
