@@ -30,7 +30,7 @@ PARTS := hosts training others
 # The output of each in one piece, where make can.
 SYNC := $(if $(filter output-sync,$(.FEATURES)),--output-sync=target)
 
-# The tests that have something to show with OpenHands V1; all others run with V0. Those in processes of their own are apart.
+# The tests that have something to show with OpenHands V1; all others run with V0. Those that start processes are apart.
 processes := $(addprefix tests/hosts/v1/test_,driver.py guide.py run_command.py) 'tests/golden/test_golden.py::test_today_is_as_the_golden_file[v1_sessions]' tests/hosts/shared tests/evals/runs/test_evaluation.py tests/apps/rollout tests/contrib/rollouts tests/contrib/trainers/test_agent_lightning.py tests/contrib/repair/test_repair_demonstrations.py tests/config/test_host.py tests/test_imports.py tests/docs/test_pages.py tests/docs/test_plugins_page.py
 conversations := $(sort $(filter-out $(processes),$(wildcard tests/hosts/v1/test_*.py)))
 PARTS_V1 := processes conversations
@@ -80,8 +80,9 @@ $(PARTS_V1): $(READY_V1)
 test-v1-matrix: $(READY) ## Test OpenHands V1 with old and new releases of its SDK
 	.ci/sdk-matrix $(ARGS)
 
-test-slow: $(READY) ## Run the tests that need more than ten seconds each
+test-slow: $(READY) $(READY_V1) ## Run the tests that need more than ten seconds each
 	$(BIN)/pytest -m slow $(ARGS)
+	$(V1)/pytest -m slow tests/hosts/v1 $(ARGS)
 
 # On a machine with a CUDA GPU; each test says what it needs where it is skipped. Four processes: kernels are compiled side by side.
 test-gpu: $(READY) ## Run the tests that need a GPU

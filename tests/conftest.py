@@ -62,12 +62,13 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     """End after the summary without taking apart all that was imported, which needs up to fifteen seconds."""
 
     def end() -> None:
-        atexit._run_exitfuncs()
-        sys.stdout.flush()
-        os._exit(session.exitstatus)
+        if sys.exc_info()[0] is None and "workerinput" not in vars(session.config):
+            atexit._run_exitfuncs()
+            sys.stdout.flush()
+            os._exit(session.exitstatus)
+        gc.unfreeze()  # libraries complain of what is there when the interpreter ends
 
-    if "workerinput" not in vars(session.config):
-        session.config.add_cleanup(end)
+    session.config.add_cleanup(end)
 
 
 @pytest.fixture(autouse=True)

@@ -19,8 +19,8 @@ examples:
   openhands-rl loop swe-local --config config.toml --model ./Qwen3-4B --from latest    # after `openhands-rl train`
 
 The stages: an evaluation on held-out tasks, then (with demonstrations) fine-tuning on scripted episodes and another
-evaluation, the iterations, and a final evaluation. [rl.training] configures the training, [rl.reward] the reward. If
-[rl.serving] names no server, the embedded one serves --model during the run. Episodes are stored in [rl.storage],
+evaluation, the iterations, and an evaluation after them. [rl.training] configures the training, [rl.reward] the reward.
+If [rl.serving] names no server, the embedded one serves --model during the run. Episodes are stored in [rl.storage],
 adapters in [rl.serving] adapters_path, and the state of the run in --run-dir.
 """
 

@@ -364,8 +364,7 @@ def group_advantages(
 ) -> list[float | None]:
     """Advantages of whole episodes; ``rewards[i]`` is the reward of ``trajectories[i]``; ``None`` without a signal.
 
-    The formulas are in ``algorithms``. ``whitened=False`` skips the whitening, for callers that add other advantages
-    before it.
+    ``whitened=False`` skips the whitening, for callers that add other advantages before it.
     """
     settings = settings or TrainingSettings()
     groups = groups_with_signal(trajectories, rewards, settings)

@@ -147,7 +147,8 @@ async def with_teacher(
         ids: Sequence[int] = sample.input_ids
         if prompts is not None:
             hint, first = prompts[sample.trajectory_id], sample.mask.index(True)
-            ids = (*_hinted(of[sample.trajectory_id], sample.spans[0][0], hint, maker), *ids[first:])
+            node = sample.spans[0][0] if sample.spans else sample.leaf
+            ids = (*_hinted(of[sample.trajectory_id], node, hint, maker), *ids[first:])
         async with limit:
             found = await teacher.logprobs(ids)
         shift = len(ids) - len(sample.input_ids) - 1  # a teacher that cuts a sequence short gives none at its end

@@ -197,7 +197,8 @@ def strike(process: Process | Fork, job: Job, number: signal.Signals, tally: Tal
         tally.wrong.append(f"{name}: left after {_PATIENCE:g} s: {[*map(end, left)]}")
     code = process.wait()
     output = job.log.read_bytes()[log_size:].decode(errors="replace")
-    caught = code != -number and (code != 0 or bool(asyncio.run(job.problems())))  # Python was up, and not at the end
+    over = code == 0 and seconds < 1 and not asyncio.run(job.problems())
+    caught = code != -number and not over  # Python was up, and not at the end
     if code != _CODES[number] and caught:
         tally.wrong.append(f"{name}: exit code {code}: {output[-300:]}")
     if number is not signal.SIGKILL and caught and job.advice not in output and output[-1:] != "\n":

@@ -101,7 +101,7 @@ def learn(side: str, job: Job) -> Mark:
 def measure(job: Job) -> dict[str, float]:
     """Task -> return on the held-out goals; stored episodes are not run again."""
     run_part("held-out", job)
-    return held_out_returns(job.out, job.seed, FINAL)
+    return held_out_returns(job.out, job.seed, WARM_START)
 
 
 def sft_part(job: Job) -> Part:

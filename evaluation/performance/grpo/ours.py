@@ -64,18 +64,18 @@ def learn(job: Job) -> None:
 
 
 def measure(job: Job) -> None:
-    """Run the demo's last evaluation with the job's adapter; ``held_out_returns`` reads the result."""
+    """Run the demo's evaluation after SFT with the job's adapter; ``held_out_returns`` reads the result."""
     from openhands_rl_plugin.contrib.demo.runs import run_demo
 
-    begin_after_warm_start(job, job.out)
+    begin_after_warm_start(job, job.out, last="warm-start")
     options = DemoOptions(
         run_directory=job.out, model_directory=job.model, seed=job.seed, held_out=job.held_out, iterations=0
     )
     run_demo(options)
 
 
-def begin_after_warm_start(job: Job, directory: Path) -> None:
-    """Make a run directory in the state after SFT, with the job's adapter as its first version."""
+def begin_after_warm_start(job: Job, directory: Path, last: str = WARM_START) -> None:
+    """Make a run directory in the state after the stage ``last``, with the job's adapter as its first version."""
     if (directory / "state.json").exists():
         return
     store = AdapterStore(directory / "adapters")
@@ -89,7 +89,7 @@ def begin_after_warm_start(job: Job, directory: Path) -> None:
     for record in LoopState.load(job.run / "state.json").records:
         name = adapter.name if record.adapter is not None else None
         state = state.with_record(record.model_copy(update={"adapter": name}))
-        if record.name == WARM_START:
+        if record.name == last:
             break
     state.save(directory / "state.json")
 

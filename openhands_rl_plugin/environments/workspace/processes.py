@@ -14,7 +14,7 @@ import subprocess
 import time
 import uuid
 from asyncio.subprocess import Process
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -63,25 +63,27 @@ async def run(
     """
     began = time.monotonic()
     group = await asyncio.to_thread(make_group, limits) if limits is not None else None
+    env = None if variables is None else dict(variables)
     try:
-        env = None if variables is None else dict(variables)
-        process = await start(*in_group(group), *command, stderr=subprocess.STDOUT, env=env)
-    except OSError as error:
-        raise InfrastructureError(f"cannot start {command[0]}: {error.strerror}") from error
-    assert process.stdin is not None and process.stdout is not None
-    # No file: a process of the sandbox that keeps its descriptor would let tests read it once more.
-    process.stdin.write(given or b"")
-    process.stdin.close()
-    kept, timed_out = bytearray(), False
-    try:
-        async with asyncio.timeout(timeout):
-            while chunk := await process.stdout.read(_CHUNK):
-                kept.extend(chunk[: _KEPT - len(kept)])
-            await process.wait()
-    except TimeoutError:
-        timed_out = True
+        try:
+            process = await start(*in_group(group), *command, stderr=subprocess.STDOUT, env=env)
+        except OSError as error:
+            raise InfrastructureError(f"cannot start {command[0]}: {error.strerror}") from error
+        assert process.stdin is not None and process.stdout is not None
+        # No file: a process of the sandbox that keeps its descriptor would let tests read it once more.
+        process.stdin.write(given or b"")
+        process.stdin.close()
+        kept, timed_out = bytearray(), False
+        try:
+            async with asyncio.timeout(timeout):
+                while chunk := await process.stdout.read(_CHUNK):
+                    kept.extend(chunk[: _KEPT - len(kept)])
+                await process.wait()
+        except TimeoutError:
+            timed_out = True
+        finally:
+            await kill(process)
     finally:
-        await kill(process)
         await asyncio.shield(asyncio.to_thread(remove_group, group))
     return Ended(process.returncode or 0, bytes(kept), time.monotonic() - began, timed_out, len(kept) >= _KEPT)
 
@@ -96,8 +98,13 @@ async def start(*words: str, stderr: int = subprocess.PIPE, env: Mapping[str, st
         return await asyncio.shield(starting)
     except asyncio.CancelledError:
         # The program may run already, with children that hold its pipes: asyncio would wait for them.
-        await kill(await starting)
+        await asyncio.shield(_kill_started(starting))
         raise
+
+
+async def _kill_started(starting: Awaitable[Process]) -> None:
+    with suppress(OSError):
+        await kill(await starting)
 
 
 async def kill(process: Process) -> None:
@@ -105,7 +112,7 @@ async def kill(process: Process) -> None:
     if process.returncode is None:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        await asyncio.shield(process.wait())
+        await asyncio.shield(process.communicate())  # its end is not seen before all that it wrote is read
 
 
 def dying_with_parent(command: Sequence[str]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
 import signal
@@ -160,6 +161,17 @@ def test_without_isolation_the_workspace_is_the_folder_and_all_ends_with_the_she
         shell.run("kill -9 $PPID; sleep 5", timeout=20)
     assert shell.run("echo again", timeout=20).output == "again\n"
     shell.close()
+
+
+async def test_a_program_that_writes_without_end_is_ended_at_any_moment() -> None:
+    for steps in range(4, 16):
+        running = asyncio.create_task(processes.run(["yes"]))
+        for _ in range(steps):
+            await asyncio.sleep(0)
+            time.sleep(0.005)
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
 
 
 class TestLimits:

@@ -153,13 +153,14 @@ def test_what_has_no_score_is_left_out_and_counted(model: Path) -> None:
 def test_the_policy_behind_a_hint_scores_the_same_ids(model: Path) -> None:
     with_hint = [STORED[0].model_copy(update={"evidence": {"tests": {"output": "1 failed"}}}), STORED[1]]
     samples: list[Sample] = [sample for each in with_hint for sample in samples_of(each, 0.0)]
+    samples.append(samples[0].model_copy(update={"leaf": samples[0].spans[0][0], "spans": ()}))  # a merged proposal
     teacher, tokenizer = ScriptedTeacher(), AutoTokenizer.from_pretrained(model)
     found, missing = asyncio.run(scored(samples, with_hint, [0.0, 1.0], OPSD, teacher, tokenizer))
-    assert [sample.trajectory_id for sample in found] == [with_hint[0].id], "the other one has no hint"
+    assert [sample.trajectory_id for sample in found] == 2 * [with_hint[0].id], "the other one has no hint"
     first = found[0].mask.index(True)
-    (asked,) = teacher.asked
+    (asked,) = {*teacher.asked}
     shift = len(asked) - len(found[0].input_ids)
-    assert asked[first + shift :] == found[0].input_ids[first:] and missing == 1
+    assert asked[first + shift :] == found[0].input_ids[first:] and missing == 2
     assert "1 failed" in tokenizer.decode(asked[: first + shift])
     assert found[0].teacher_logprobs[first] == -(first + shift)
     assert hints(Episodes(tuple(STORED), (0.0, 1.0, 0.0, 0.0)), "solved").keys() == {STORED[at].id for at in (0, 2, 3)}
