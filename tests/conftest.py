@@ -59,7 +59,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """End after the summary without taking apart all that was imported, which needs up to fifteen seconds."""
+    """End after the summary without taking apart all that was imported, which takes seconds."""
 
     def end() -> None:
         if sys.exc_info()[0] is None and "workerinput" not in vars(session.config):

@@ -424,12 +424,7 @@ class LoopSettings(Settings):
     @property
     def stages(self) -> int:
         """Number of stages of a run: iterations, evaluations, and those of a warm start on demonstrations."""
-        return self.iterations + (4 if self.demonstrations else 1) + self.evaluates_at_the_end
-
-    @property
-    def evaluates_at_the_end(self) -> bool:
-        """Whether there is a final evaluation; a warm start without iterations is evaluated once."""
-        return self.iterations > 0 or not self.demonstrations
+        return self.iterations + ((5 if self.iterations else 4) if self.demonstrations else 2)
 
 
 AUTO = "auto"
