@@ -23,6 +23,7 @@ from openhands_rl_plugin.core.errors import InfrastructureError
 from openhands_rl_plugin.environments.workspace.sandbox import SandboxLimits
 
 _CHUNK, _KEPT = 2**16, 64 * 2**20
+_LONGEST_REST = 5.0
 
 
 class Ended(NamedTuple):
@@ -112,7 +113,11 @@ async def kill(process: Process) -> None:
     if process.returncode is None:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        await asyncio.shield(process.communicate())  # its end is not seen before all that it wrote is read
+        # Its end is not seen before all that it wrote is read, and a program that left the group may hold its pipes.
+        try:
+            await asyncio.shield(asyncio.wait_for(process.communicate(), _LONGEST_REST))
+        except TimeoutError:
+            process._transport.close()  # pyrefly: ignore[missing-attribute]
 
 
 def dying_with_parent(command: Sequence[str]) -> list[str]:

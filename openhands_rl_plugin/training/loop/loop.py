@@ -157,7 +157,7 @@ class TrainingLoop:
             await self._bring_into_use(adapter)
         await self._begin()
         await self._reinforce()
-        if self._loop.iterations or not self._loop.demonstrations:  # a warm start alone is evaluated once
+        if self._loop.iterations or not self._plan.demonstrations:  # a warm start alone is evaluated once
             await self._stage("evaluate-final", self._evaluate)
         return self._state
 

@@ -174,6 +174,12 @@ async def test_a_program_that_writes_without_end_is_ended_at_any_moment() -> Non
             await running
 
 
+async def test_a_program_that_left_the_group_with_the_pipes_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "_LONGEST_REST", 0.2)
+    ended = await processes.run(["sh", "-c", "setsid sleep 20 & echo on; wait"], timeout=0.5)
+    assert ended.timed_out and ended.text == "on\n" and ended.seconds < 10
+
+
 class TestLimits:
     """Of one process, by the kernel; of all of them where there are control groups."""
 
