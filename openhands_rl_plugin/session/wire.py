@@ -10,28 +10,41 @@ with GPT-5 speak, as in https://platform.openai.com/docs/api-reference/responses
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
 from pydantic import ValidationError
 
-from openhands_rl_plugin.core.messages import WireMessage, error_in, sampling_in
+from openhands_rl_plugin.core.messages import (
+    REASONING_NAMES,
+    WireMessage,
+    error_in,
+    finish_in,
+    is_json_object,
+    listed,
+    reasoning_in,
+    sampling_in,
+    text_in,
+)
 from openhands_rl_plugin.core.types import JsonObject, SamplingParams
 from openhands_rl_plugin.models.engines.client import EXTENSIONS, LOGPROBS, TOKEN_IDS, Attempts, ServerEvent
 from openhands_rl_plugin.models.engines.openai_wire import (
     DEEPEST,
     DONE,
+    ELSEWHERE,
     IDS,
+    PROMPT_IDS,
+    SAMPLED_IDS,
     ChatAnswer,
-    ChunkAssembler,
     Json,
     Unrecordable,
     chat_answer,
     dump_object,
     event,
     parse_object,
+    prompt_ids_in,
     reading,
     without,
 )
@@ -136,6 +149,107 @@ def put_back(call: ClientRequest, messages: Sequence[WireMessage]) -> None:
     sent = zip(call.document["messages"], call.messages, messages, strict=True)
     call.document["messages"] = [given if one is other else other for given, one, other in sent]
     call.body, call.messages = dump_object(call.document), messages
+
+
+_IN_PARTS = frozenset({"index", "delta", ELSEWHERE, PROMPT_IDS})
+_READ = frozenset({"role", "content", "tool_calls", "function_call", ELSEWHERE, *REASONING_NAMES})
+
+
+class ChunkAssembler:
+    """The completion that the chunks so far are parts of."""
+
+    def __init__(self) -> None:
+        self._about: Json = {}
+        self._choices: dict[int, Json] = {}
+        self._prompt_ids: Any = None
+
+    @property
+    def finished(self) -> int:
+        """How many choices have a finish reason."""
+        return sum(choice["finish_reason"] is not None for choice in self._choices.values())
+
+    @property
+    def lost_ids(self) -> bool:
+        """Whether the server left out the ids of some sampled tokens, as those that hold text back may do."""
+        ids, counted = [choice.get(SAMPLED_IDS) for choice in self._choices.values()], self._about.get("usage")
+        counted = counted.get("completion_tokens") if isinstance(counted, dict) else None
+        if counted is None or None in ids:
+            return any(each is not None for each in ids) and None in ids
+        return sum(map(len, filter(None, ids))) != counted
+
+    def add(self, chunk: Mapping[str, Any]) -> None:
+        """Add a chunk. Raises ``ValueError`` and others when it is none."""
+        for name, value in chunk.items():
+            known = bool(value) if name == "usage" else value is not None and name not in self._about
+            if known and name not in ("choices", PROMPT_IDS):
+                self._about[name] = value
+        for choice in chunk.get("choices") or ():
+            index = choice.get("index") or 0
+            if type(index) is not int:
+                raise ValueError("a choice has no valid index")
+            self._prompt_ids = self._prompt_ids or prompt_ids_in(chunk, choice)
+            new = {"index": index, "message": {"role": "assistant", "tool_calls": []}, "finish_reason": None}
+            whole, delta = self._choices.setdefault(index, new), choice.get("delta") or {}
+            others = {name: value for name, value in choice.items() if name not in _IN_PARTS}
+            _join(whole, {**others, "finish_reason": finish_in(choice)}, texts=False)
+            calls = listed(delta)
+            message = {name: value for name, value in delta.items() if name not in _READ}
+            message |= {"content": text_in(delta, calls), "reasoning_content": reasoning_in(delta)}
+            _join(whole["message"], message)
+            for call in calls:
+                _join_call(whole["message"]["tool_calls"], call)
+
+    def document(self) -> Json:
+        """The completion as if it had not been streamed; without token ids where some are lost."""
+        choices = [{**each, "message": _whole(each["message"])} for _, each in sorted(self._choices.items())]
+        document = {**self._about, "object": "chat.completion", "choices": choices, PROMPT_IDS: self._prompt_ids}
+        return without(document, frozenset(IDS)) if self._prompt_ids is None or self.lost_ids else document
+
+
+def _whole(message: Json) -> Json:
+    calls = sorted(message["tool_calls"], key=lambda call: call["index"])
+    whole = {**message, "content": message.get("content") or (None if calls else "")}
+    whole["tool_calls"] = [{name: value for name, value in call.items() if name != "index"} for call in calls]
+    return whole
+
+
+def _join(whole: Json, part: Json, *, texts: bool = True) -> None:
+    """Add a part to what came before: lists, objects, and ``texts`` go on; other values are replaced."""
+    for name, value in part.items():
+        match whole.get(name), value:
+            case _, None | "":
+                pass
+            case str(before), str() if texts:
+                whole[name] = before + value
+            case list(before), list():
+                before += value
+            case dict(before), dict():
+                _join(before, value, texts=texts)
+            case _:
+                whole[name] = [*value] if isinstance(value, list) else {**value} if isinstance(value, dict) else value
+
+
+def _join_call(calls: list[Json], part: Any) -> None:
+    """Add a piece of a call, or a whole one: one with a name of its own and with another id, or after a whole one, is
+    another call, also where its index is missing or is 0 again."""
+    function, at, identity = part.get("function") or {}, part.get("index"), str(part.get("id") or "")
+    name, arguments = function.get("name") or "", function.get("arguments") or ""
+    if isinstance(arguments, dict):
+        arguments = json.dumps(arguments, ensure_ascii=False, separators=(",", ":"))
+    if not isinstance(at, int | None):
+        raise ValueError("a tool call has no valid index")
+    call: Json | None = next((each for each in reversed(calls) if at is None or each["index"] == at), None)
+    if call is not None and name and (before := call["function"])["name"]:
+        other = identity != call["id"] if identity and call["id"] else name != before["name"]
+        if other or (arguments.strip() and is_json_object(before["arguments"])):
+            call = None
+    if call is None:
+        empty = {"name": "", "arguments": ""}
+        call = {"index": len(calls) if at is None else at, "id": "", "type": "function", "function": empty}
+        calls.append(call)
+    known = call["function"]
+    call["id"], known["name"] = call["id"] or identity, known["name"] or name
+    known["arguments"] += arguments
 
 
 class AnswerStream:

@@ -13,15 +13,11 @@ from pydantic_core import to_json
 
 from openhands_rl_plugin.core.messages import (
     NEUTRAL_PARAMETERS,
-    REASONING_NAMES,
     altering_parameters,
     error_in,
     finish_in,
-    is_json_object,
-    listed,
     logprobs_in,
     reasoning_in,
-    text_in,
     to_message,
     to_wire,
     usage_in,
@@ -37,10 +33,10 @@ DONE = b"[DONE]"
 DEEPEST = 100
 """Levels of nesting. Pydantic reads 200 from a store, and what is recorded is wrapped in some more."""
 
-_ELSEWHERE = "provider_specific_fields"  # where litellm puts fields that are not part of OpenAI's format
+ELSEWHERE = "provider_specific_fields"  # where litellm puts fields that are not part of OpenAI's format
 _ASKED_FOR = frozenset({*IDS, LOGPROBS})
 _RECORDED_ELSEWHERE = frozenset({"choices", "object", "model", *IDS})
-_IN_MESSAGE = ("role", "content", "tool_calls", "function_call", _ELSEWHERE)
+_IN_MESSAGE = ("role", "content", "tool_calls", "function_call", ELSEWHERE)
 
 
 def request_body(
@@ -197,116 +193,6 @@ def chat_answer(body: bytes) -> ChatAnswer:
     # Most of what has levels are the logprobs, which are not stored as they are.
     is_read = isinstance(document, dict) and not too_deep(without(document, _ASKED_FOR))
     return ChatAnswer(document if is_read else {})
-
-
-_IN_PARTS = frozenset({"index", "delta", _ELSEWHERE, PROMPT_IDS})
-_READ = frozenset({"role", "content", "tool_calls", "function_call", _ELSEWHERE, *REASONING_NAMES})
-
-
-class ChunkAssembler:
-    """The completion that the chunks so far are parts of."""
-
-    def __init__(self) -> None:
-        self._about: Json = {}
-        self._choices: dict[int, Json] = {}
-        self._prompt_ids: Any = None
-
-    @property
-    def finished(self) -> int:
-        """How many choices have a finish reason."""
-        return sum(choice["finish_reason"] is not None for choice in self._choices.values())
-
-    @property
-    def lost_ids(self) -> bool:
-        """Whether the server left out the ids of some sampled tokens, as those that hold text back may do."""
-        ids, counted = [choice.get(SAMPLED_IDS) for choice in self._choices.values()], self._about.get("usage")
-        counted = counted.get("completion_tokens") if isinstance(counted, dict) else None
-        if counted is None or None in ids:
-            return any(each is not None for each in ids) and None in ids
-        return sum(map(len, filter(None, ids))) != counted
-
-    def add(self, chunk: Mapping[str, Any]) -> None:
-        """Add a chunk. Raises ``ValueError`` and others when it is none."""
-        for name, value in chunk.items():
-            known = bool(value) if name == "usage" else value is not None and name not in self._about
-            if known and name not in ("choices", PROMPT_IDS):
-                self._about[name] = value
-        for choice in chunk.get("choices") or ():
-            index = choice.get("index") or 0
-            if type(index) is not int:
-                raise ValueError("a choice has no valid index")
-            self._prompt_ids = self._prompt_ids or prompt_ids_in(chunk, choice)
-            new = {"index": index, "message": {"role": "assistant", "tool_calls": []}, "finish_reason": None}
-            whole, delta = self._choices.setdefault(index, new), choice.get("delta") or {}
-            others = {name: value for name, value in choice.items() if name not in _IN_PARTS}
-            _join(whole, {**others, "finish_reason": finish_in(choice)}, texts=False)
-            calls = listed(delta)
-            message = {name: value for name, value in delta.items() if name not in _READ}
-            message |= {"content": text_in(delta, calls), "reasoning_content": reasoning_in(delta)}
-            _join(whole["message"], message)
-            for call in calls:
-                _join_call(whole["message"]["tool_calls"], call)
-
-    def document(self) -> Json:
-        """The completion as if it had not been streamed; without token ids where some are lost."""
-        with_ids = self._prompt_ids is not None and not self.lost_ids
-        hidden = () if with_ids else (SAMPLED_IDS,)
-        choices = [
-            {name: value for name, value in each.items() if name not in hidden} | {"message": _message(each["message"])}
-            for _, each in sorted(self._choices.items())
-        ]
-        document = {**self._about, "object": "chat.completion", "choices": choices}
-        return {**document, PROMPT_IDS: self._prompt_ids} if with_ids else document
-
-
-def _message(joined: Json) -> Json:
-    calls = [
-        {name: value for name, value in call.items() if name != "index"}
-        for call in sorted(joined["tool_calls"], key=lambda call: call["index"])
-    ]
-    message = {**joined, "content": joined.get("content") or (None if calls else ""), "tool_calls": calls}
-    if not calls:
-        del message["tool_calls"]
-    return message
-
-
-def _join(whole: Json, part: Json, *, texts: bool = True) -> None:
-    """Add a part to what came before: lists, objects, and ``texts`` go on; other values are replaced."""
-    for name, value in part.items():
-        match whole.get(name), value:
-            case _, None | "":
-                pass
-            case str(before), str() if texts:
-                whole[name] = before + value
-            case list(before), list():
-                before += value
-            case dict(before), dict():
-                _join(before, value, texts=texts)
-            case _:
-                whole[name] = [*value] if isinstance(value, list) else {**value} if isinstance(value, dict) else value
-
-
-def _join_call(calls: list[Json], part: Any) -> None:
-    """Add a piece of a call, or a whole one: one with a name of its own and with another id, or after a whole one, is
-    another call, also where its index is missing or is 0 again."""
-    function, at, identity = part.get("function") or {}, part.get("index"), str(part.get("id") or "")
-    name, arguments = function.get("name") or "", function.get("arguments") or ""
-    if isinstance(arguments, dict):
-        arguments = json.dumps(arguments, ensure_ascii=False, separators=(",", ":"))
-    if not isinstance(at, int | None):
-        raise ValueError("a tool call has no valid index")
-    call: Json | None = next((each for each in reversed(calls) if at is None or each["index"] == at), None)
-    if call is not None and name and (before := call["function"])["name"]:
-        other = identity != call["id"] if identity and call["id"] else name != before["name"]
-        if other or (arguments.strip() and is_json_object(before["arguments"])):
-            call = None
-    if call is None:
-        empty = {"name": "", "arguments": ""}
-        call = {"index": len(calls) if at is None else at, "id": "", "type": "function", "function": empty}
-        calls.append(call)
-    known = call["function"]
-    call["id"], known["name"] = call["id"] or identity, known["name"] or name
-    known["arguments"] += arguments
 
 
 def prompt_ids_in(*holders: Mapping[str, Any]) -> Any:
