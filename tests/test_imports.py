@@ -60,7 +60,7 @@ def test_the_core_loads_no_heavy_library() -> None:
 
 
 def test_torch_and_openhands_are_left_alone_by_what_does_not_need_them() -> None:
-    data = ("trajectories.sqlite.storage", "training.algorithms", "training.data.batch", "training.loop.loop")
+    data = ("trajectories.sqlite.storage", "training.algorithms", "training.data.packing", "training.loop.loop")
     light = ("rollout.many", "rollout.scoring", "models.generator.config", "apps.loop.run", *data)
     studio = ("contrib.studio.server",) if CONTRIB else ()
     assert loaded_by(*light, *studio).isdisjoint({"torch", "transformers", "peft", "openhands", "litellm"})

@@ -1,4 +1,5 @@
-"""The algorithms by name (advantage estimator, objective, loss aggregation), and the advantage of every sampled token.
+"""The algorithms by name (advantage estimator, objective, loss aggregation), and the training sequences of recorded
+trajectories with the advantage of every sampled token. Recorded ids are used as they are.
 
 An algorithm is an estimator, an objective and weights; everything else is a named option of ``[rl.training]``. Bounds
 and weights are those of the papers (see the estimators here and ``losses``) and can be overridden one by one.
@@ -23,19 +24,17 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from pathlib import Path
 from typing import Literal, NamedTuple
 
 from openhands_rl_plugin.config.rl import AlgorithmName, TrainingSettings
+from openhands_rl_plugin.core.arrays import Floats, Ids, Mask
 from openhands_rl_plugin.core.errors import TrainingError
-from openhands_rl_plugin.core.types import TURN, Adapter, Sample, Trajectory, kind_of
-from openhands_rl_plugin.models.adapters.adapter_config import CONFIG_FILE, read_adapter_config
-from openhands_rl_plugin.models.adapters.store import weights_sha256
+from openhands_rl_plugin.core.messages import NEUTRAL_PARAMETERS, altering_parameters
+from openhands_rl_plugin.core.types import TURN, Node, Sample, SamplingParams, Trajectory, kind_of
 from openhands_rl_plugin.rollout.strategies.search import notes, times_merged
-from openhands_rl_plugin.training.data.batch import sampled_nodes, samples_of, samples_of_tree, trained_nodes
 
 VARIANCE_FLOOR, EPSILON = 1e-8, 1e-6
 """The values in OpenRLHF and verl: they avoid a division by zero where all advantages are equal."""
@@ -245,42 +244,6 @@ def old_logprobs_of(settings: TrainingSettings) -> OldLogprobs:
 def needs_logprobs(settings: TrainingSettings) -> bool:
     """Whether the logprobs of the policy that sampled must have been recorded."""
     return algorithm_of(settings).kind == "reinforcement"
-
-
-def check_start(adapter: Adapter | None, settings: TrainingSettings) -> None:
-    """Raise an error unless ``adapter``, if there is one, is as it was made and fits ``settings``.
-
-    Another LoRA rank, scale or other layers would change the policy before its first step, and no tensor shape would
-    show it. A version that is a whole model is continued with ``method = "full"`` only, and an adapter without. Raises
-    ``TrainingError``, or ``ConfigError`` for an adapter whose configuration cannot be read.
-    """
-    if adapter is None:
-        return
-    path = Path(adapter.path)
-    if weights_sha256(path) != adapter.sha256:
-        raise TrainingError(f"{adapter.name}: what is in {path} was changed since it was made (sha256 differs)")
-    whole = not (path / CONFIG_FILE).exists() and (path / "config.json").exists()
-    if whole != (settings.method == "full"):
-        kind = "a whole model" if whole else "an adapter"
-        raise TrainingError(
-            f'{adapter.name} is {kind}, and [rl.training] method = "{settings.method}" does not continue it: set '
-            "another method, start from base, or choose another name for the new one ([rl.serving] adapter)"
-        )
-    if whole:
-        return
-    made = read_adapter_config(path)
-    found: dict[str, object] = {"lora_rank": made.r, "lora_alpha": made.lora_alpha, "lora_variant": made.variant}
-    if made.layers is not None:
-        found["target_modules"] = sorted(made.layers)
-    for name, value in found.items():
-        wanted: object = getattr(settings, name)
-        wanted = sorted(settings.target_modules) if name == "target_modules" else wanted
-        if value != wanted:
-            value, wanted = (repr(each).replace("'", '"') for each in (value, wanted))
-            raise TrainingError(
-                f"{adapter.name} was made with {name} = {value}, and [rl.training] has {wanted}: set {name} = {value} "
-                "to continue from it, or start from base"
-            )
 
 
 def turn_advantages(
@@ -502,17 +465,6 @@ def _node_advantages(
     return nodes
 
 
-def is_searched(trajectory: Trajectory) -> bool:
-    """Whether an answer that was acted on is one that a search chose from several."""
-    nodes = trajectory.nodes
-    acted = set(trajectory.acted())
-    decided = {nodes[at].parent for at in acted}
-    others = (
-        node for at, node in enumerate(nodes) if node.sampled and node.parent in decided and at not in acted
-    )  # siblings without search data are malformed completions that the host could not execute
-    return any(node.visits > 0 or node.value is not None or bool(notes(node)) for node in others)
-
-
 def proposal_advantages(trajectory: Trajectory, settings: TrainingSettings) -> NodeAdvantages:
     """The advantage of every proposal over the others in its state, by the baseline of the algorithm.
 
@@ -539,3 +491,224 @@ def proposal_advantages(trajectory: Trajectory, settings: TrainingSettings) -> N
             found[at] = advantages[first]
             first += times[at]
     return found
+
+
+def off_policy_sampling(trajectory: Trajectory) -> str:
+    """How an answer that was acted on was sampled, if not from the policy at a temperature; else empty."""
+    found = (_in_words(node.sampling) for node in trajectory.sampled() if is_sampled_off_policy(node.sampling))
+    return next(found, "")
+
+
+def is_sampled_off_policy(params: SamplingParams | None) -> bool:
+    """Whether an answer was sampled greedily, or not from softmax(logits / temperature)."""
+    return params is not None and (params.temperature == 0 or bool(_altering(params)))
+
+
+def temperature_of(params: SamplingParams | None) -> float:
+    """The temperature; one that was not sent is taken to be 1."""
+    return 1.0 if params is None or params.temperature is None else params.temperature
+
+
+def _in_words(params: SamplingParams | None) -> str:
+    altering = {} if params is None else _altering(params)
+    if temperature_of(params) != 1.0:
+        altering = {"temperature": temperature_of(params), **altering}
+    return ", ".join(f"{name} = {value:g}" for name, value in altering.items())
+
+
+def _altering(params: SamplingParams) -> dict[str, float]:
+    return altering_parameters({name: getattr(params, name, None) for name in ("top_p", *NEUTRAL_PARAMETERS)})
+
+
+def samples_of(
+    trajectory: Trajectory, advantage: float = 1.0, leaf: int | None = None, *, need_logprobs: bool = True
+) -> list[Sample]:
+    """The training sequences of one path (default: of all that was acted on), in order.
+
+    Turns are merged as long as every prompt extends the tokens before it; another prompt (a condensed or rewritten
+    history) starts a new sequence. Every answer is trained once, also where several sequences have it as context.
+    Answers on paths that a rewritten history left are left out where they were not recorded. Raises ``TrainingError``
+    when a sampled node of the path has no tokens, or, with ``need_logprobs`` (for reinforcement learning, not for SFT),
+    no logprobs or non-finite ones.
+    """
+    if leaf is not None:
+        return list(_segments(trajectory, leaf, advantage, set(), need_logprobs))
+    if trajectory.head is None:
+        return []
+    acted = set(trained_nodes(trajectory, need_logprobs=need_logprobs))
+    others = {at for at, node in enumerate(trajectory.nodes) if node.sampled and at not in acted}
+    left = acted - set(trajectory.path())
+    ends = [*_leaves(trajectory, left), trajectory.head]
+    return [sample for end in ends for sample in _segments(trajectory, end, advantage, others, need_logprobs)]
+
+
+def trained_nodes(trajectory: Trajectory, *, need_logprobs: bool = True) -> tuple[int, ...]:
+    """The completions that were executed, in order; on paths that a rewritten history left, those with recorded tokens.
+
+    A summary that the policy wrote to condense a history is context.
+    """
+    acted, path = trajectory.acted(), set(trajectory.path())
+    if path.issuperset(acted):
+        return acted
+    recorded = recorded_nodes(trajectory, need_logprobs=need_logprobs)
+    return tuple(at for at in acted if at in path or at in recorded)
+
+
+def sampled_nodes(trajectory: Trajectory) -> tuple[int, ...]:
+    """All recorded completions that were sampled from the policy, in order, also malformed ones and other proposals.
+
+    Those are the samples of an algorithm that needs no reward.
+    """
+    recorded = recorded_nodes(trajectory)
+    turns = (at for at, node in enumerate(trajectory.nodes) if node.sampled and kind_of(node) == TURN)
+    return tuple(at for at in turns if at in recorded and not is_sampled_off_policy(trajectory.nodes[at].sampling))
+
+
+def is_recorded(trajectory: Trajectory, *, need_logprobs: bool = True) -> bool:
+    """Whether the path to the head has all data that ``samples_of`` needs, and at least one sampled token."""
+    own = [trajectory.nodes[at] for at in trajectory.path() if trajectory.nodes[at].sampled]
+    return bool(own) and not any(_lacks(node, need_logprobs) for node in own)
+
+
+def recorded_nodes(trajectory: Trajectory, *, need_logprobs: bool = True) -> frozenset[int]:
+    """The nodes that can be trained or be context: they and all nodes before them have what ``samples_of`` needs.
+
+    A branch may have less data than the acted path, because redaction removed possible secrets from it.
+    """
+    whole: set[int] = set()
+    for at, node in enumerate(trajectory.nodes):
+        if (node.parent is None or node.parent in whole) and not (node.sampled and _lacks(node, need_logprobs)):
+            whole.add(at)
+    return frozenset(whole)
+
+
+def samples_of_tree(
+    trajectory: Trajectory,
+    advantages: Mapping[int, float],
+    *,
+    need_logprobs: bool = True,
+    again: Mapping[int, tuple[int, float]] | None = None,
+) -> list[Sample]:
+    """The training sequences of a search tree in which every sampled node has an advantage of its own.
+
+    ``advantages`` is ``node -> advantage``; sampled nodes without one are context only, and nodes of branches that were
+    not fully recorded are left out. Every node is trained once, however many leaves are below it. ``again``: how often
+    a node was sampled more often, and the advantage of those samples, which get a separate sequence. Raises
+    ``TrainingError`` for the path to the head as ``samples_of`` does.
+    """
+    acted = {up for end in trajectory.ends() for up in trajectory.path(end)}
+    path = set(trajectory.path())
+    recorded = recorded_nodes(trajectory, need_logprobs=need_logprobs)
+    named = {at: value for at, value in advantages.items() if at in path or at in recorded}
+    # What was acted on comes first, so that it stays one sequence.
+    ends = sorted(_leaves(trajectory, named), key=lambda at: (at not in acted, at))
+    trained = {at for at, node in enumerate(trajectory.nodes) if node.sampled and at not in named}
+    samples: list[Sample] = []
+    for leaf in ends:
+        samples.extend(_segments(trajectory, leaf, named, trained, need_logprobs))
+    for at, (count, advantage) in sorted((again or {}).items()):
+        if at in recorded:
+            others = {other for other, node in enumerate(trajectory.nodes) if node.sampled and other != at}
+            found = _segments(trajectory, at, advantage, others, need_logprobs)
+            # Their tokens are those of the node itself, which is noted once.
+            samples.extend(sample.model_copy(update={"count": count, "spans": ()}) for sample in found)
+    return samples
+
+
+def _leaves(trajectory: Trajectory, nodes: Collection[int]) -> list[int]:
+    """The nodes of ``nodes`` without a descendant in ``nodes``, in order."""
+    inner = {up for at in nodes for up in trajectory.path(at)[:-1]}
+    return sorted(set(nodes) - inner)
+
+
+class _Span(NamedTuple):
+    """The trained tokens ``start:stop`` of a sequence, which were sampled at ``node``."""
+
+    node: int
+    start: int
+    stop: int
+    advantage: float
+    temperature: float
+
+
+def _segments(
+    trajectory: Trajectory, leaf: int, advantage: float | Mapping[int, float], trained: set[int], need_logprobs: bool
+) -> Iterator[Sample]:
+    pieces: list[
+        tuple[Ids, Floats | None]
+    ] = []  # ids, and the logprobs at which they were sampled, if they are trained
+    spans: list[_Span] = []
+    length = 0
+    for index in trajectory.path(leaf):
+        node = trajectory.nodes[index]
+        if not node.sampled:
+            continue
+        if why := _lacks(node, need_logprobs):
+            raise TrainingError(f"trajectory {trajectory.id}, node {index}: {why}")
+        tokens = node.tokens
+        assert tokens is not None
+        if not tokens.extends:
+            if spans:
+                yield _sample(trajectory, leaf, pieces, spans)
+            pieces, spans, length = [], [], 0
+        start, own = length + len(tokens.prompt_ids), index not in trained
+        length = start + len(tokens.sampled_ids)
+        pieces += [(tokens.prompt_ids, None), (tokens.sampled_ids, tokens.logprobs if own else None)]
+        if own:
+            value = advantage[index] if isinstance(advantage, Mapping) else advantage
+            spans.append(_Span(index, start, length, value, temperature_of(node.sampling)))
+            trained.add(index)
+    if spans:
+        yield _sample(trajectory, leaf, pieces, spans)
+
+
+def _sample(
+    trajectory: Trajectory, leaf: int, pieces: Sequence[tuple[Ids, Floats | None]], spans: Sequence[_Span]
+) -> Sample:
+    """The sequence up to its last trained token."""
+    end = spans[-1].stop
+    advantage, token_advantages = _by_token(spans, [span.advantage for span in spans], 0.0)
+    temperature, token_temperatures = _by_token(spans, [span.temperature for span in spans], 1.0)
+    # Not validated, for speed: the parts come from validated values, and there are tens of thousands of them.
+    return Sample.model_construct(
+        trajectory_id=trajectory.id,
+        leaf=leaf,
+        input_ids=Ids(b"".join(ids for ids, _ in pieces))[:end],
+        mask=Mask(b"".join(bytes([logprobs is not None]) * len(ids) for ids, logprobs in pieces))[:end],
+        logprobs=Floats(b"".join(logprobs or bytes(4 * len(ids)) for ids, logprobs in pieces))[:end],
+        advantage=advantage,
+        token_advantages=token_advantages,
+        policy=next((policy for span in spans if (policy := trajectory.nodes[span.node].policy)), None),
+        temperature=temperature,
+        token_temperatures=token_temperatures,
+        spans=tuple(span[:3] for span in spans),
+    )
+
+
+def _by_token(spans: Sequence[_Span], values: Sequence[float], elsewhere: float) -> tuple[float, Floats]:
+    """The value that all spans have, or 1.0 and one for each token."""
+    if len({*values}) == 1:
+        return values[0], Floats()
+    found = [elsewhere] * spans[-1].stop
+    for span, value in zip(spans, values, strict=True):
+        found[span.start : span.stop] = [value] * (span.stop - span.start)
+    return 1.0, Floats(found)
+
+
+def _lacks(node: Node, need_logprobs: bool) -> str:
+    """Why a sampled node cannot be trained; empty where it can."""
+    tokens = node.tokens
+    if tokens is None or not tokens.sampled_ids:
+        return (
+            "no token ids were recorded; use a server that returns them (vLLM or `openhands-rl serve`, "
+            "return_token_ids) and roll out again"
+        )
+    if need_logprobs and len(tokens.logprobs) != len(tokens.sampled_ids):
+        return (
+            f"{len(tokens.logprobs)} logprobs for {len(tokens.sampled_ids)} sampled tokens; reinforcement learning "
+            'needs all of them: use a server that returns logprobs, or train with algorithm = "sft"'
+        )
+    # A sum is fast, and finite only if all values are (unless it overflows).
+    if need_logprobs and not math.isfinite(sum(tokens.logprobs)) and not all(map(math.isfinite, tokens.logprobs)):
+        return "a recorded logprob is not finite; drop this trajectory or check the server"
+    return ""

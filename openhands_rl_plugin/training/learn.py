@@ -28,27 +28,25 @@ from openhands_rl_plugin.training.algorithms import (
     ALGORITHMS,
     algorithm_of,
     credited_samples,
-    is_searched,
-    needs_logprobs,
-)
-from openhands_rl_plugin.training.data.batch import (
-    is_failed,
-    is_interrupted,
-    is_overlong,
     is_recorded,
+    needs_logprobs,
     off_policy_sampling,
-    regrouped,
     sampled_nodes,
     samples_of,
-    until_secret,
 )
 from openhands_rl_plugin.training.data.dataset import (
     Episodes,
     PreferencePair,
     TrainingDataset,
+    is_failed,
+    is_interrupted,
+    is_overlong,
+    is_searched,
     nothing_learnt,
     preference_pairs,
+    regrouped,
     select_for_sft,
+    until_secret,
 )
 from openhands_rl_plugin.training.data.demonstrations import (
     demonstration_reward,

@@ -28,7 +28,7 @@ from openhands_rl_plugin.evals.runs.run_files import held
 from openhands_rl_plugin.models.adapters.store import AdapterStore
 from openhands_rl_plugin.models.generator.config import ServerConfig
 from openhands_rl_plugin.models.server.app import running_server
-from openhands_rl_plugin.training.data.batch import off_policy_sampling
+from openhands_rl_plugin.training.algorithms import off_policy_sampling
 from openhands_rl_plugin.training.loop.plan import LoopState
 from openhands_rl_plugin.training.trainer.trainer import LocalTrainer
 

@@ -33,7 +33,7 @@ from openhands_rl_plugin.models.engines.client import EXTENSIONS
 from openhands_rl_plugin.models.engines.openai_wire import parse_object
 from openhands_rl_plugin.rollout.strategies.base import StandardReActStrategy
 from openhands_rl_plugin.session.session import Session
-from openhands_rl_plugin.training.data.batch import samples_of
+from openhands_rl_plugin.training.algorithms import samples_of
 
 TURNS = 6
 

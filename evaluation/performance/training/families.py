@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from openhands_rl_plugin.config.rl import TrainingSettings
-from openhands_rl_plugin.training.data.batch import lay_out
+from openhands_rl_plugin.training.data.packing import lay_out
 from openhands_rl_plugin.training.policies.lora_policy import TrainablePolicy
 from openhands_rl_plugin.training.policies.packed_model import ATTENTION_NAME, PACKED
 

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from openhands_rl_plugin.core.arrays import Floats, Ids, Mask
 from openhands_rl_plugin.core.types import Sample
-from openhands_rl_plugin.training.data.batch import common_prefix, lay_out, pack
+from openhands_rl_plugin.training.data.packing import common_prefix, lay_out, pack
 
 ROLLOUTS, GROUP, TURNS, SHARED_TURNS = 16, 8, 30, 10
 PROMPT, OBSERVATION, SAMPLED = 6_000, 700, 300

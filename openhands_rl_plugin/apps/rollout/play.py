@@ -45,13 +45,8 @@ from openhands_rl_plugin.evals.swe.instances import instance_of, read_rows
 from openhands_rl_plugin.hosts.shared.sessions import RL_AGENT
 from openhands_rl_plugin.models.engines.client import listed_models
 from openhands_rl_plugin.rollout.scoring import judge
-from openhands_rl_plugin.training.data.batch import (
-    is_cut_short,
-    is_interrupted,
-    off_policy_sampling,
-    samples_of,
-    until_secret,
-)
+from openhands_rl_plugin.training.algorithms import off_policy_sampling, samples_of
+from openhands_rl_plugin.training.data.dataset import is_cut_short, is_interrupted, until_secret
 
 GivenTask = str | Task | Mapping[str, JsonValue]
 """An id, a task, or a row of a data set."""

@@ -31,8 +31,8 @@ from openhands_rl_plugin.core.types import Adapter, Frozen, Sample
 from openhands_rl_plugin.models.adapters.adapter_config import CONFIG_FILE
 from openhands_rl_plugin.models.adapters.store import WEIGHTS_FILE
 from openhands_rl_plugin.training.algorithms import digest_of
-from openhands_rl_plugin.training.data.batch import Layout
-from openhands_rl_plugin.training.losses.losses import Loss, MicroBatch, TrainingSample
+from openhands_rl_plugin.training.data.packing import Layout
+from openhands_rl_plugin.training.losses import Loss, MicroBatch, TrainingSample
 from openhands_rl_plugin.training.policies.packed_model import PACKED, PROBE_TOLERANCE, PackedModel
 from openhands_rl_plugin.training.trainer.metrics import RunCheckpoint
 from openhands_rl_plugin.training.trainer.trainer import Trainer

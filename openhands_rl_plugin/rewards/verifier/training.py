@@ -34,8 +34,8 @@ from openhands_rl_plugin.rewards.verifier.card import (
 )
 from openhands_rl_plugin.rewards.verifier.data import VerifierDataset, VerifierExample, verifier_dataset
 from openhands_rl_plugin.rewards.verifier.prompt import VerifierPrompts, prompts_for
-from openhands_rl_plugin.training.data.batch import pack
 from openhands_rl_plugin.training.data.dataset import TrainingDataset
+from openhands_rl_plugin.training.data.packing import pack
 from openhands_rl_plugin.training.distributed.ranks import Ranks
 from openhands_rl_plugin.training.learn import TrainingJob, train_policy
 from openhands_rl_plugin.training.policies.lora_policy import TrainablePolicy

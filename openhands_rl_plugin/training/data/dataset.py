@@ -7,10 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from openhands_rl_plugin.config.rl import AlgorithmName, TrainingSettings
-from openhands_rl_plugin.core.judgements import Preferences
-from openhands_rl_plugin.core.types import Adapter, Frozen, Sample, Trajectory
-from openhands_rl_plugin.training.algorithms import EQUAL, algorithm_of
-from openhands_rl_plugin.training.data.batch import recorded_nodes, samples_of, samples_of_tree
+from openhands_rl_plugin.core.judgements import Preferences, asked_in_common
+from openhands_rl_plugin.core.redaction import is_redacted
+from openhands_rl_plugin.core.types import Adapter, FailureKind, Frozen, Sample, StopReason, Trajectory
+from openhands_rl_plugin.rollout.strategies.search import notes
+from openhands_rl_plugin.training.algorithms import EQUAL, algorithm_of, recorded_nodes, samples_of, samples_of_tree
 
 
 @dataclass(frozen=True)
@@ -240,3 +241,71 @@ class TrainingDataset:
                 'chosen with algorithm = "sft"'
             )
         return found
+
+
+_INTERRUPTED = frozenset({StopReason.TIMEOUT, StopReason.UNFINISHED})
+
+
+_LIMIT_REACHED = frozenset({StopReason.TRUNCATED, StopReason.MAX_TURNS, StopReason.MAX_TOKENS})
+
+
+def is_interrupted(trajectory: Trajectory) -> bool:
+    """Whether a timeout or the end of the process ended the episode, so its reward is not a result of the policy."""
+    return trajectory.stop in _INTERRUPTED
+
+
+def is_failed(trajectory: Trajectory, *, rewarded: bool = True) -> bool:
+    """Whether a failure excludes the episode; where no reward is needed, one of the model does not."""
+    failure = trajectory.failure
+    return failure is not None and (rewarded or failure.kind is not FailureKind.MODEL)
+
+
+def is_cut_short(trajectory: Trajectory) -> bool:
+    """Whether a limit, not the task, ended the episode or truncated its last answer."""
+    return _ended_by_limit(trajectory) or trajectory.stop is StopReason.TIMEOUT
+
+
+def is_overlong(trajectory: Trajectory, settings: TrainingSettings) -> bool:
+    """Whether ``overlong`` excludes the episode (DAPO's overlong filtering): a limit ended it or its last answer."""
+    return settings.overlong == "leave-out" and _ended_by_limit(trajectory)
+
+
+def _ended_by_limit(trajectory: Trajectory) -> bool:
+    last = next(reversed([*trajectory.sampled()]), None)
+    return trajectory.stop in _LIMIT_REACHED or (last is not None and last.finish_reason == "length")
+
+
+def regrouped(trajectory: Trajectory) -> Trajectory:
+    """The episode, with a group id for all episodes of one task, policy version and strategy, across runs.
+
+    A baseline estimates the expected return of one policy on one task.
+    """
+    key = (*asked_in_common(trajectory.task), trajectory.policy.served_name, trajectory.strategy.name)
+    return trajectory.model_copy(update={"group_id": "\0".join(key)})
+
+
+def is_searched(trajectory: Trajectory) -> bool:
+    """Whether an answer that was acted on is one that a search chose from several."""
+    nodes = trajectory.nodes
+    acted = set(trajectory.acted())
+    decided = {nodes[at].parent for at in acted}
+    others = (
+        node for at, node in enumerate(nodes) if node.sampled and node.parent in decided and at not in acted
+    )  # siblings without search data are malformed completions that the host could not execute
+    return any(node.visits > 0 or node.value is not None or bool(notes(node)) for node in others)
+
+
+def until_secret(trajectory: Trajectory) -> Trajectory:
+    """The episode up to the last answer before the first one whose token ids were dropped with a secret.
+
+    The same object when there is none, when the ids are missing for another reason, and when nothing comes before.
+    """
+    nodes, path = trajectory.nodes, trajectory.path()
+    own = (at for at in path if nodes[at].sampled)
+    cut = next((at for at in own if nodes[at].tokens is None), None)
+    if cut is None or not any(is_redacted(nodes[at].message) for at in path if at <= cut):
+        return trajectory
+    recorded = recorded_nodes(trajectory, need_logprobs=False)
+    before = [at for at in trajectory.acted() if at < cut and at in recorded]
+    # A parent has a smaller index than its children, so that the tree of those before is whole.
+    return trajectory.model_copy(update={"nodes": nodes[:cut], "head": before[-1]}) if before else trajectory

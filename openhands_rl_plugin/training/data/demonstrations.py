@@ -33,7 +33,7 @@ from openhands_rl_plugin.core.types import (
     Tokens,
     Trajectory,
 )
-from openhands_rl_plugin.training.data.batch import samples_of
+from openhands_rl_plugin.training.algorithms import samples_of
 from openhands_rl_plugin.trajectories.exchange.foreign import STRATEGY, arguments_object, spoken_messages, wire_of
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from openhands_rl_plugin.core.errors import TrainingError
-from openhands_rl_plugin.training.losses.losses import TrainingSample, micro_batches
+from openhands_rl_plugin.training.losses import TrainingSample, micro_batches
 
 _TIMEOUT = timedelta(days=1)
 """Long, because the other ranks wait while rank 0 scores episodes or writes a model. When a process dies, the launcher

@@ -33,8 +33,7 @@ from openhands_rl_plugin.core.types import Adapter, FailureKind, Probe, Sample, 
 from openhands_rl_plugin.rollout.many import RolloutPlan, roll_out
 from openhands_rl_plugin.rollout.scoring import rescore, stored_rewards
 from openhands_rl_plugin.training.algorithms import algorithm_of
-from openhands_rl_plugin.training.data.batch import is_failed
-from openhands_rl_plugin.training.data.dataset import Episodes, TrainingDataset, nothing_learnt
+from openhands_rl_plugin.training.data.dataset import Episodes, TrainingDataset, is_failed, nothing_learnt
 from openhands_rl_plugin.training.data.demonstrations import demonstration_samples, load_tokenizer
 from openhands_rl_plugin.training.learn import build_dataset, create_version, make_trainer
 from openhands_rl_plugin.training.loop.plan import (

@@ -42,7 +42,8 @@ from openhands_rl_plugin.core.types import (
 from openhands_rl_plugin.models.server.wire import answer_message
 from openhands_rl_plugin.rollout.episode import AgentSession
 from openhands_rl_plugin.rollout.scoring import judge
-from openhands_rl_plugin.training.data.batch import is_cut_short, samples_of
+from openhands_rl_plugin.training.algorithms import samples_of
+from openhands_rl_plugin.training.data.dataset import is_cut_short
 
 CONFIG = "OPENHANDS_RL_CONFIG"
 _TRIES = 3  # a third failure in a row is seldom chance

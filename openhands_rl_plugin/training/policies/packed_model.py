@@ -28,8 +28,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from openhands_rl_plugin.config.rl import TrainingSettings
 from openhands_rl_plugin.core.errors import TrainingError, describe
 from openhands_rl_plugin.models.short_windows import short_windows
-from openhands_rl_plugin.training.data.batch import Layout, lay_out
-from openhands_rl_plugin.training.losses.losses import ROWS_AT_A_TIME, token_logprobs
+from openhands_rl_plugin.training.data.packing import Layout, lay_out
+from openhands_rl_plugin.training.losses import ROWS_AT_A_TIME, token_logprobs
 
 
 class PackedRows:

@@ -23,7 +23,7 @@ from openhands_rl_plugin.core.files import PRIVATE, replacing, write_file
 from openhands_rl_plugin.core.types import FailureKind
 from openhands_rl_plugin.models.adapters.store import METRICS_FILE
 from openhands_rl_plugin.training.distributed.ranks import Ranks
-from openhands_rl_plugin.training.losses.losses import SUMS
+from openhands_rl_plugin.training.losses import SUMS
 
 
 def learning_rates(settings: TrainingSettings, call: range) -> Callable[[int], float]:

@@ -10,7 +10,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from openhands_rl_plugin.training.data.batch import Layout, lay_out
+from openhands_rl_plugin.training.data.packing import Layout, lay_out
 
 
 @dataclass(frozen=True)

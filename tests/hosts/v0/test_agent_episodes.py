@@ -46,8 +46,8 @@ from openhands_rl_plugin.hosts.shared.sessions import HostOptions
 from openhands_rl_plugin.hosts.v0.controller_session import controller_config
 from openhands_rl_plugin.rollout.scoring import judge
 from openhands_rl_plugin.rollout.strategies.base import StandardReActStrategy
-from openhands_rl_plugin.training.data.batch import is_failed, off_policy_sampling, samples_of
-from openhands_rl_plugin.training.data.dataset import Episodes
+from openhands_rl_plugin.training.algorithms import off_policy_sampling, samples_of
+from openhands_rl_plugin.training.data.dataset import Episodes, is_failed
 from openhands_rl_plugin.training.learn import build_dataset
 
 pytestmark = pytest.mark.contract

@@ -20,7 +20,7 @@ from scripted_model import ScriptedModel, call, reply
 from sdk_play import EDITOR, converse, finish, make_agent, make_llm, run_task, stored, think
 
 from openhands_rl_plugin.core.types import CONDENSATION, TURN, StopReason, Trajectory, kind_of
-from openhands_rl_plugin.training.data.batch import samples_of
+from openhands_rl_plugin.training.algorithms import samples_of
 from openhands_rl_plugin.trajectories.exchange.events import read_conversations
 
 pytestmark = pytest.mark.contract

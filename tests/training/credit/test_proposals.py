@@ -24,7 +24,7 @@ from openhands_rl_plugin.core.types import (
 from openhands_rl_plugin.rollout.strategies.base import BestOfNOptions, BestOfNStrategy
 from openhands_rl_plugin.testing import ScriptedEngine
 from openhands_rl_plugin.training.algorithms import credited_samples, times_sampled
-from openhands_rl_plugin.training.losses.losses import batch_weights, samples_from_rollouts
+from openhands_rl_plugin.training.losses import batch_weights, samples_from_rollouts
 
 WAYS = 3
 TASK = Task(id="plan", environment="planning")

@@ -13,9 +13,9 @@ from openhands_rl_plugin.config.rl import TrainingSettings
 from openhands_rl_plugin.core.errors import TrainingError
 from openhands_rl_plugin.core.types import ACTED, Message, Node, PolicyRef, Sample, Tokens, Trajectory
 from openhands_rl_plugin.testing import example_trajectory
-from openhands_rl_plugin.training.algorithms import credited_samples
-from openhands_rl_plugin.training.data.batch import lay_out, pack, recorded_nodes, samples_of, samples_of_tree
-from openhands_rl_plugin.training.losses.losses import batch_weights, samples_from_rollouts
+from openhands_rl_plugin.training.algorithms import credited_samples, recorded_nodes, samples_of, samples_of_tree
+from openhands_rl_plugin.training.data.packing import lay_out, pack
+from openhands_rl_plugin.training.losses import batch_weights, samples_from_rollouts
 
 POLICY = PolicyRef(base_model="base", adapter="shop", version=3)
 

@@ -24,7 +24,7 @@ from openhands_rl_plugin.core.types import (
     Trajectory,
 )
 from openhands_rl_plugin.rollout.scoring import rescore
-from openhands_rl_plugin.training.data.batch import samples_of
+from openhands_rl_plugin.training.algorithms import samples_of
 from openhands_rl_plugin.training.data.dataset import (
     Episodes,
     TrainingDataset,

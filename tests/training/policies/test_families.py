@@ -19,7 +19,7 @@ from openhands_rl_plugin.core.errors import TrainingError
 from openhands_rl_plugin.core.types import Sample
 from openhands_rl_plugin.models.generator.config import GeneratorConfig, StartError
 from openhands_rl_plugin.models.generator.model import ServedModel
-from openhands_rl_plugin.training.data.batch import lay_out
+from openhands_rl_plugin.training.data.packing import lay_out
 from openhands_rl_plugin.training.policies.lora_policy import TrainablePolicy
 from openhands_rl_plugin.training.trainer.trainer import LocalTrainer
 

@@ -10,7 +10,7 @@ from packed_layouts import TREES, WINDOWS, Heads, attends, exact, inputs_of, pla
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import flex_attention
 
-from openhands_rl_plugin.training.data.batch import Layout, lay_out
+from openhands_rl_plugin.training.data.packing import Layout, lay_out
 from openhands_rl_plugin.training.policies.packed_model import PackedRows, attend, block_mask
 
 CPU = torch.device("cpu")

@@ -21,9 +21,9 @@ from openhands_rl_plugin.config.rl import TrainingSettings
 from openhands_rl_plugin.core.types import Sample, Trajectory
 from openhands_rl_plugin.models.generator.config import ServerConfig
 from openhands_rl_plugin.models.server.app import running_server
-from openhands_rl_plugin.training.data.batch import samples_of
+from openhands_rl_plugin.training.algorithms import samples_of
 from openhands_rl_plugin.training.data.dataset import Episodes, TrainingDataset
-from openhands_rl_plugin.training.losses.losses import Loss, MicroBatch, samples_from_rollouts
+from openhands_rl_plugin.training.losses import Loss, MicroBatch, samples_from_rollouts
 from openhands_rl_plugin.training.teacher import LocalTeacher, hints, with_teacher
 from openhands_rl_plugin.training.trainer.trainer import LocalTrainer, subtract_teacher
 

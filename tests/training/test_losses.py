@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from made_samples import make_samples
 from torch import Tensor
 
-from openhands_rl_plugin.training.losses.losses import (
+from openhands_rl_plugin.training.losses import (
     ROWS_AT_A_TIME,
     TokenBatch,
     batches,

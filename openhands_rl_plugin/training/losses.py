@@ -28,8 +28,8 @@ from openhands_rl_plugin.training.algorithms import (
     clip_bounds,
     old_logprobs_of,
 )
-from openhands_rl_plugin.training.data.batch import pack
 from openhands_rl_plugin.training.data.dataset import PreferencePair
+from openhands_rl_plugin.training.data.packing import pack
 
 # A product over thousands of tokens overflows float32. exp(20) and exp(-20) are outside any sensible clip range; verl
 # uses the same bound.

@@ -1,1 +1,0 @@
-"""Losses of the algorithms over log-probabilities, with their formulas."""
