@@ -223,8 +223,8 @@ def api() -> None:
 
 
 def causes() -> None:
-    """Cause and remedy, from ``trajectories/view.py``."""
-    from openhands_rl_plugin.trajectories.view import SETTINGS
+    """Cause and remedy, from ``trajectories/drift.py``."""
+    from openhands_rl_plugin.trajectories.drift import SETTINGS
 
     cog.outl("\n| cause | cure |\n|---|---|")
     for cause, setting in SETTINGS.items():

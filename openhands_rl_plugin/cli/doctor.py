@@ -34,7 +34,8 @@ from openhands_rl_plugin.core.records import TrajectoryFilter
 from openhands_rl_plugin.core.types import Message, SamplingParams
 from openhands_rl_plugin.environments.workspace.sandbox import find_bubblewrap
 from openhands_rl_plugin.models.engines.client import OpenAIEngine, check_model_server, served_base
-from openhands_rl_plugin.trajectories.view import console, drift_of, load_tokenizer, print_drift, print_json
+from openhands_rl_plugin.trajectories.drift import drift_of, load_tokenizer
+from openhands_rl_plugin.trajectories.view import console, print_drift, print_json
 
 _SECONDS, _LONGEST, _OWN = 60.0, 300, "openhands_rl_plugin"
 _STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}

@@ -28,7 +28,6 @@ from openhands_rl_plugin.core.judgements import OPINIONS, opinions_of
 from openhands_rl_plugin.core.protocols import TrajectoryStorage
 from openhands_rl_plugin.core.records import TrajectoryFilter, TrajectoryOrder
 from openhands_rl_plugin.trajectories import view
-from openhands_rl_plugin.trajectories.view import console, print_json
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -63,7 +62,7 @@ async def run(args: argparse.Namespace) -> int:
             print(json.dumps(each.model_dump(mode="json") | columns))
         return 0
     if found:
-        console().print(view.list_table(found, opinions))
+        view.console().print(view.list_table(found, opinions))
     print(f"{len(found)} of {matching} episodes" + ("; --limit shows more" if len(found) < matching else ""))
     return 0
 
@@ -78,12 +77,12 @@ async def _statistics(args: argparse.Namespace, storage: TrajectoryStorage, chos
     rule = partial(success_rule, at=args.success_at)
     groups = await view.figures_of(summaries, by, lambda of, value: rule(of.environment).holds(value, of.stop), notes)
     if args.json:
-        print_json(groups)
+        view.print_json(groups)
         return 0
     if not groups:
         print("no episodes match")
         return 0
-    console().print(view.stats_table(groups, by))
+    view.console().print(view.stats_table(groups, by))
     gaps = sum((Counter(group["gaps"]) for group in groups), Counter())
     for line in (*(f"{count:,} x {cause}" for cause, count in gaps.most_common()), *([view.REMEDY] if gaps else [])):
         print(line)

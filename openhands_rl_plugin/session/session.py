@@ -245,7 +245,8 @@ class Turn:
 class Session(Episode):
     """One episode of a host, which requests each completion here. Its runner freezes the episode at the end.
 
-    The session is the ``LLMEngine`` of its own strategy. ``environment_mode``: the model sees only the environment's
+    A host calls ``answer``, or awaits ``respond``; the strategy then calls ``complete``, as the session is its
+    ``LLMEngine``, and ``ask`` sends one request. ``environment_mode``: the model sees only the environment's
     observations. Otherwise it works in a workspace with the tools of OpenHands' CodeAct agent, in ``workspace`` if
     given. ``base_model``: the served name of the model without an adapter. ``token_ids``: whether to request token ids
     from the server. ``strict``: as in ``HostConversation``. ``error``: an error that must stop the whole run; it is
@@ -542,8 +543,8 @@ def _limits_of(settings: RLSettings, environment_mode: bool) -> Limits:
     limits = settings.limits()
     if environment_mode or settings.max_prompt_length != RLSettings.model_fields["max_prompt_length"].default:
         return limits
-    # The default is for short conversations; the CodeAct agent's own instructions are longer. So it does not apply in a
-    # workspace, even if it is set explicitly, as in a copied example or in the settings of a worker process.
+    # The default is for short conversations; the CodeAct agent's own instructions are longer. So the default value is
+    # ignored in a workspace, also where a file repeats it, such as an example or the settings of a worker process.
     return limits.model_copy(update={"max_prompt_length": None})
 
 

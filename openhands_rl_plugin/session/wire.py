@@ -10,7 +10,7 @@ with GPT-5 speak, as in https://platform.openai.com/docs/api-reference/responses
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
@@ -155,57 +155,6 @@ _IN_PARTS = frozenset({"index", "delta", ELSEWHERE, PROMPT_IDS})
 _READ = frozenset({"role", "content", "tool_calls", "function_call", ELSEWHERE, *REASONING_NAMES})
 
 
-class ChunkAssembler:
-    """The completion that the chunks so far are parts of."""
-
-    def __init__(self) -> None:
-        self._about: Json = {}
-        self._choices: dict[int, Json] = {}
-        self._prompt_ids: Any = None
-
-    @property
-    def finished(self) -> int:
-        """How many choices have a finish reason."""
-        return sum(choice["finish_reason"] is not None for choice in self._choices.values())
-
-    @property
-    def lost_ids(self) -> bool:
-        """Whether the server left out the ids of some sampled tokens, as those that hold text back may do."""
-        ids, counted = [choice.get(SAMPLED_IDS) for choice in self._choices.values()], self._about.get("usage")
-        counted = counted.get("completion_tokens") if isinstance(counted, dict) else None
-        if counted is None or None in ids:
-            return any(each is not None for each in ids) and None in ids
-        return sum(map(len, filter(None, ids))) != counted
-
-    def add(self, chunk: Mapping[str, Any]) -> None:
-        """Add a chunk. Raises ``ValueError`` and others when it is none."""
-        for name, value in chunk.items():
-            known = bool(value) if name == "usage" else value is not None and name not in self._about
-            if known and name not in ("choices", PROMPT_IDS):
-                self._about[name] = value
-        for choice in chunk.get("choices") or ():
-            index = choice.get("index") or 0
-            if type(index) is not int:
-                raise ValueError("a choice has no valid index")
-            self._prompt_ids = self._prompt_ids or prompt_ids_in(chunk, choice)
-            new = {"index": index, "message": {"role": "assistant", "tool_calls": []}, "finish_reason": None}
-            whole, delta = self._choices.setdefault(index, new), choice.get("delta") or {}
-            others = {name: value for name, value in choice.items() if name not in _IN_PARTS}
-            _join(whole, {**others, "finish_reason": finish_in(choice)}, texts=False)
-            calls = listed(delta)
-            message = {name: value for name, value in delta.items() if name not in _READ}
-            message |= {"content": text_in(delta, calls), "reasoning_content": reasoning_in(delta)}
-            _join(whole["message"], message)
-            for call in calls:
-                _join_call(whole["message"]["tool_calls"], call)
-
-    def document(self) -> Json:
-        """The completion as if it had not been streamed; without token ids where some are lost."""
-        choices = [{**each, "message": _whole(each["message"])} for _, each in sorted(self._choices.items())]
-        document = {**self._about, "object": "chat.completion", "choices": choices, PROMPT_IDS: self._prompt_ids}
-        return without(document, frozenset(IDS)) if self._prompt_ids is None or self.lost_ids else document
-
-
 def _whole(message: Json) -> Json:
     calls = sorted(message["tool_calls"], key=lambda call: call["index"])
     whole = {**message, "content": message.get("content") or (None if calls else "")}
@@ -264,8 +213,10 @@ class AnswerStream:
         self.problem = ""
         self.ending = self.done = False
         self._hidden = call.hidden | ({"usage"} if STREAM_OPTIONS in call.added else frozenset())
-        self._choices = call.document.get("n") or 1
-        self._parts = ChunkAssembler()
+        self._wanted = call.document.get("n") or 1
+        self._about: Json = {}
+        self._choices: dict[int, Json] = {}
+        self._prompt_ids: Any = None
 
     def feed(self, received: ServerEvent) -> bytes:
         """Take an event; returns what the client gets of it."""
@@ -293,12 +244,42 @@ class AnswerStream:
 
     def take(self, data: Json) -> None:
         """Read an event. Raises ``ValueError`` and others for one of an unknown format."""
-        self._parts.add(data)
-        self.ending = self._parts.finished >= self._choices
+        for name, value in data.items():
+            known = bool(value) if name == "usage" else value is not None and name not in self._about
+            if known and name not in ("choices", PROMPT_IDS):
+                self._about[name] = value
+        for choice in data.get("choices") or ():
+            index = choice.get("index") or 0
+            if type(index) is not int:
+                raise ValueError("a choice has no valid index")
+            self._prompt_ids = self._prompt_ids or prompt_ids_in(data, choice)
+            new = {"index": index, "message": {"role": "assistant", "tool_calls": []}, "finish_reason": None}
+            whole, delta = self._choices.setdefault(index, new), choice.get("delta") or {}
+            others = {name: value for name, value in choice.items() if name not in _IN_PARTS}
+            _join(whole, {**others, "finish_reason": finish_in(choice)}, texts=False)
+            calls = listed(delta)
+            message = {name: value for name, value in delta.items() if name not in _READ}
+            message |= {"content": text_in(delta, calls), "reasoning_content": reasoning_in(delta)}
+            _join(whole["message"], message)
+            for call in calls:
+                _join_call(whole["message"]["tool_calls"], call)
+        self.ending = sum(each["finish_reason"] is not None for each in self._choices.values()) >= self._wanted
 
     def read(self) -> ChatAnswer:
         """The response of all events. Raises ``Unrecordable``, and others as ``take``."""
-        return ChatAnswer(self._parts.document(), lost_ids=self._parts.lost_ids)
+        choices = [{**each, "message": _whole(each["message"])} for _, each in sorted(self._choices.items())]
+        document = {**self._about, "object": "chat.completion", "choices": choices, PROMPT_IDS: self._prompt_ids}
+        lost = self._lost_ids()
+        hidden = frozenset(IDS if self._prompt_ids is None or lost else ())
+        return ChatAnswer(without(document, hidden), lost_ids=lost)
+
+    def _lost_ids(self) -> bool:
+        """Whether the server left out the ids of some sampled tokens, as those that hold text back may do."""
+        ids, counted = [choice.get(SAMPLED_IDS) for choice in self._choices.values()], self._about.get("usage")
+        counted = counted.get("completion_tokens") if isinstance(counted, dict) else None
+        if counted is None or None in ids:
+            return any(each is not None for each in ids) and None in ids
+        return sum(map(len, filter(None, ids))) != counted
 
 
 @dataclass(frozen=True, slots=True)

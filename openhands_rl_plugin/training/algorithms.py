@@ -304,7 +304,7 @@ Groups = Sequence[Sequence[int]]
 def groups_with_signal(
     trajectories: Sequence[Trajectory], rewards: Sequence[float], settings: TrainingSettings
 ) -> Groups:
-    """The groups whose rewards differ; without a group are those that are the only one of theirs, too.
+    """The groups whose rewards differ; a group of one episode is left out too.
 
     An algorithm without groups compares all episodes with each other: equal rewards of all are no signal.
     """
@@ -527,9 +527,9 @@ def samples_of(
 
     Turns are merged as long as every prompt extends the tokens before it; another prompt (a condensed or rewritten
     history) starts a new sequence. Every answer is trained once, also where several sequences have it as context.
-    Answers on paths that a rewritten history left are left out where they were not recorded. Raises ``TrainingError``
-    when a sampled node of the path has no tokens, or, with ``need_logprobs`` (for reinforcement learning, not for SFT),
-    no logprobs or non-finite ones.
+    Answers on abandoned paths (the history was rewritten) are skipped unless their tokens were recorded. Raises
+    ``TrainingError`` when a sampled node of the path has no tokens, or, with ``need_logprobs`` (for reinforcement
+    learning, not for SFT), no logprobs or non-finite ones.
     """
     if leaf is not None:
         return list(_segments(trajectory, leaf, advantage, set(), need_logprobs))
@@ -592,8 +592,8 @@ def samples_of_tree(
     """The training sequences of a search tree in which every sampled node has an advantage of its own.
 
     ``advantages`` is ``node -> advantage``; sampled nodes without one are context only, and nodes of branches that were
-    not fully recorded are left out. Every node is trained once, however many leaves are below it. ``again``: how often
-    a node was sampled more often, and the advantage of those samples, which get a separate sequence. Raises
+    not fully recorded are left out. Every node is trained once, however many leaves are below it. ``again``: how many
+    further times a node was sampled, and the advantage of those samples, which get a separate sequence. Raises
     ``TrainingError`` for the path to the head as ``samples_of`` does.
     """
     acted = {up for end in trajectory.ends() for up in trajectory.path(end)}
@@ -602,10 +602,10 @@ def samples_of_tree(
     named = {at: value for at, value in advantages.items() if at in path or at in recorded}
     # What was acted on comes first, so that it stays one sequence.
     ends = sorted(_leaves(trajectory, named), key=lambda at: (at not in acted, at))
-    trained = {at for at, node in enumerate(trajectory.nodes) if node.sampled and at not in named}
+    context = {at for at, node in enumerate(trajectory.nodes) if node.sampled and at not in named}
     samples: list[Sample] = []
     for leaf in ends:
-        samples.extend(_segments(trajectory, leaf, named, trained, need_logprobs))
+        samples.extend(_segments(trajectory, leaf, named, context, need_logprobs))
     for at, (count, advantage) in sorted((again or {}).items()):
         if at in recorded:
             others = {other for other, node in enumerate(trajectory.nodes) if node.sampled and other != at}
@@ -632,11 +632,10 @@ class _Span(NamedTuple):
 
 
 def _segments(
-    trajectory: Trajectory, leaf: int, advantage: float | Mapping[int, float], trained: set[int], need_logprobs: bool
+    trajectory: Trajectory, leaf: int, advantage: float | Mapping[int, float], context: set[int], need_logprobs: bool
 ) -> Iterator[Sample]:
-    pieces: list[
-        tuple[Ids, Floats | None]
-    ] = []  # ids, and the logprobs at which they were sampled, if they are trained
+    # Ids, and the logprobs at which they were sampled, if they are trained; what is trained once is context after that.
+    pieces: list[tuple[Ids, Floats | None]] = []
     spans: list[_Span] = []
     length = 0
     for index in trajectory.path(leaf):
@@ -651,13 +650,13 @@ def _segments(
             if spans:
                 yield _sample(trajectory, leaf, pieces, spans)
             pieces, spans, length = [], [], 0
-        start, own = length + len(tokens.prompt_ids), index not in trained
+        start, own = length + len(tokens.prompt_ids), index not in context
         length = start + len(tokens.sampled_ids)
         pieces += [(tokens.prompt_ids, None), (tokens.sampled_ids, tokens.logprobs if own else None)]
         if own:
             value = advantage[index] if isinstance(advantage, Mapping) else advantage
             spans.append(_Span(index, start, length, value, temperature_of(node.sampling)))
-            trained.add(index)
+            context.add(index)
     if spans:
         yield _sample(trajectory, leaf, pieces, spans)
 

@@ -1,7 +1,7 @@
 """Training on stored episodes: the dataset, a trainer, the steps, the next adapter version with its probe.
 
-One ``openhands-rl train`` is ``await policy_dataset(job, storage)``, then ``train_policy(job, dataset)``. No torch is
-loaded before that.
+One ``openhands-rl train`` is ``await policy_dataset(job, storage)``, then ``train_policy(job, dataset)``. The import
+of this module loads no torch.
 """
 
 from __future__ import annotations
@@ -211,14 +211,14 @@ def build_dataset(episodes: Episodes, settings: TrainingSettings, *, regroup: bo
     """
     usable = _usable(episodes, settings, regroup=regroup)
     trajectories = usable.trajectories
-    rewards = [value or 0.0 for value in usable.returns]  # for pairs and a teacher some have none
+    rewards = [value or 0.0 for value in usable.rewards]  # for pairs and a teacher some have none
     pairs: list[PreferencePair] = []
     match algorithm_of(settings).kind:
         case "imitation":
             good = [trajectories[at] for at in select_for_sft(trajectories, rewards, settings)]
             samples = [sample for trajectory in good for sample in samples_of(trajectory, need_logprobs=False)]
         case "preference":
-            pairs = preference_pairs(trajectories, usable.returns, settings, usable.labelled)
+            pairs = preference_pairs(trajectories, usable.rewards, settings, usable.labelled)
             samples = [sample for pair in pairs for sample in (*pair.chosen, *pair.rejected)]
         case "reinforcement":
             samples = credited_samples(trajectories, rewards, settings)
@@ -255,7 +255,7 @@ def _usable(episodes: Episodes, settings: TrainingSettings, *, regroup: bool) ->
     kind = algorithm.kind
     excluded = Counter(episodes.excluded)
     kept: list[tuple[Trajectory, float | None]] = []
-    for trajectory, value in zip(episodes.trajectories, episodes.returns, strict=True):
+    for trajectory, value in zip(episodes.trajectories, episodes.rewards, strict=True):
         short = until_secret(trajectory) if shortens else trajectory
         whole = is_recorded(short, need_logprobs=needs_logprobs(settings))
         if value is None and kind != "preference" and algorithm.rewarded:

@@ -168,7 +168,7 @@ def hints(episodes: Episodes, path: str) -> dict[str, str]:
     """The hint of each episode that has one, by its id. ``path``: ``task.KEY`` of the task's data, ``evidence.KEY``
     with more keys behind it, or ``solved``, the best other attempt of the same group with a reward above 0."""
     found: dict[str, str] = {}
-    scored = list(zip(episodes.trajectories, episodes.returns, strict=True))
+    scored = list(zip(episodes.trajectories, episodes.rewards, strict=True))
     for one in episodes.trajectories:
         if path == "solved":
             others = [(reward, each.id, each) for each, reward in scored if each.group_id == one.group_id and reward]

@@ -13,7 +13,7 @@ from wire_shapes import MESSAGES, STREAMS
 from openhands_rl_plugin.core.messages import NEUTRAL_PARAMETERS, reasoning_of
 from openhands_rl_plugin.core.types import CONDENSATION, SIDE, TURN, SamplingParams, Trajectory, kind_of
 from openhands_rl_plugin.training.algorithms import is_sampled_off_policy, samples_of
-from openhands_rl_plugin.trajectories.view import Cause, breaks_of
+from openhands_rl_plugin.trajectories.drift import Cause, breaks_of
 
 pytestmark = pytest.mark.contract
 

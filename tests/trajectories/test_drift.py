@@ -23,8 +23,8 @@ from drifting import (
 from openhands_rl_plugin import cli
 from openhands_rl_plugin.core.types import JsonObject, Message, Trajectory
 from openhands_rl_plugin.testing import example_trajectory
+from openhands_rl_plugin.trajectories.drift import Cause, breaks_of, drift_of
 from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorage
-from openhands_rl_plugin.trajectories.view import Cause, breaks_of, drift_of
 
 THOUGHT = "<think>I should list the files first.</think>Let me look at it."
 PLAIN = [Answer("Let me look at the files."), Answer("Now I know what to do."), Answer("It is done as you said.")]

@@ -46,7 +46,7 @@ from openhands_rl_plugin.core.records import TrajectoryFilter, TrajectorySummary
 from openhands_rl_plugin.core.types import JsonObject
 from openhands_rl_plugin.evals.runs.run_files import OUTPUT, Comparison, RunRecord, read_rows
 from openhands_rl_plugin.training.loop.plan import LoopState, RunFacts, evaluations, success_of
-from openhands_rl_plugin.trajectories.view import TOKENIZER
+from openhands_rl_plugin.trajectories.drift import TOKENIZER
 
 MOST_EXPORTED = 50 * 1024 * 1024
 MOST_EPISODES = 1000

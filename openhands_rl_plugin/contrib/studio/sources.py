@@ -27,8 +27,8 @@ from openhands_rl_plugin.core.types import Score, Trajectory
 from openhands_rl_plugin.evals.runs.run_files import OUTPUT
 from openhands_rl_plugin.models.adapters.adapter_config import CONFIG_FILE
 from openhands_rl_plugin.models.adapters.store import MANIFEST, METRICS_FILE
+from openhands_rl_plugin.trajectories.drift import TOKENIZER, load_tokenizer
 from openhands_rl_plugin.trajectories.sqlite.storage import FILE_NAME
-from openhands_rl_plugin.trajectories.view import TOKENIZER, load_tokenizer
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

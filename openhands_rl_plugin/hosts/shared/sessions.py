@@ -117,7 +117,7 @@ def end_episode(
 
     An episode that a limit cut gets its reward here, where its environment gives it at the end only.
     The reward's command comes last, so that what it writes is no part of the session's patch. It judges whatever a run
-    that ended has left, also at a limit of iterations; after a failure, which a stop in the middle is, it is not run.
+    that ended has left, also at a limit of iterations; it is not run after a failure, such as a stop in the middle.
     """
     runtime, evidence, broken = runtime_of(session), None, None
     place = getattr(runtime, "workspace", runtime)
@@ -309,12 +309,12 @@ def group_summary(recorded: Sequence[tuple[Trajectory, tuple[Score, ...]]], sett
     task, store = recorded[0][0].task if recorded else None, store_name(settings)
     if task is None or not valid:
         return "no attempt counts: all failed"
-    judged = [(episode, reward) for episode, scores in valid if (reward := _reward(episode, scores)) is not None]
+    scored = [(episode, reward) for episode, scores in valid if (reward := _reward(episode, scores)) is not None]
     line = f"{len(valid)} attempts at {task.id}: "
-    if len(judged) < len(valid):
-        return f"{line}{len(judged)} scored; openhands-rl studio {store} compares them"
+    if len(scored) < len(valid):
+        return f"{line}{len(scored)} scored; openhands-rl studio {store} compares them"
     rule = success_rule(task.environment, settings.reward)
-    won, tried = sum(rule.holds(reward, episode.stop) for episode, reward in judged), len(judged)
+    won, tried = sum(rule.holds(reward, episode.stop) for episode, reward in scored), len(scored)
     passes = ", ".join(f"pass@{k} {pass_at_k(tried, won, k):.2f}" for k in sorted({1, tried}))
     return f"{line}{won} of {tried} succeeded; {passes}; openhands-rl list {store} --task {task.id} --by task,version"
 

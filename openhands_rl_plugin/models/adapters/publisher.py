@@ -1,8 +1,9 @@
 """Publish adapters to running servers: check, load, probe, move the pointer, unload old versions.
 
 An adapter comes into use only after every server's logprobs of the probe text match the trainer's and have moved
-from the previous version as the trainer's did. Otherwise it is unloaded from every server that did not have it before,
-and the previous version stays in use.
+from the previous version as the trainer's did, if there is a probe. Otherwise it is unloaded from every server that did
+not have it before, and the previous version stays in use. Clients read the pointer and ask for the new name: the
+gateway, ``apps.rl_agent``, and the hosts (``hosts.shared.litellm_calls.adapter_in_use``).
 """
 
 from __future__ import annotations
@@ -356,7 +357,7 @@ class AdapterPublisher:
         return check_served_logprobs(adapter.name, served, probe, older)
 
     async def _retire_older(self, adapter: Adapter) -> tuple[str, ...]:
-        """Unload all but the newest ``keep`` versions, whose names are returned."""
+        """Unload the versions older than the newest ``keep``; returns the names of the unloaded ones."""
         unloaded: set[str] = set()
         versions = [each.name for each in self._store.versions(adapter.name.rpartition("-v")[0])]
 

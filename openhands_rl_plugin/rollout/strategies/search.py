@@ -151,7 +151,7 @@ _CLOSE_TIMEOUT = 60.0
 
 
 class ForkPool:
-    """Forks by their states, at most ``most`` at a time. It closes every fork.
+    """Forks by their states, at most ``most`` at a time. It closes every fork that it keeps.
 
     A fork has a place from before it is made until it is closed. If all places are taken, the least recently used fork
     is closed, unless it is being copied. No task waits for a place while it copies a fork, so there is no deadlock.
@@ -219,7 +219,7 @@ class ForkPool:
         self._changed.set()
 
     def take(self, state: int | None) -> Environment:
-        """Remove and return the environment at ``state``. The caller must close it and free its slot."""
+        """Remove and return the environment at ``state``. The caller gives it to ``end``."""
         return self._kept.pop(state)
 
     async def close(self) -> None:

@@ -180,13 +180,14 @@ class TrainReport(Frozen):
 
 @dataclass(frozen=True)
 class Episodes:
-    """Valid episodes of one policy with their rewards, and the counts of the excluded ones so far.
+    """Valid episodes with their rewards, and the counts of the excluded ones so far.
 
-    ``labelled``: which of two of them people found better. An episode without a reward is here for that alone.
+    ``labelled``: which of two of them people found better. An episode has no reward where people compared it, or where
+    a teacher judges.
     """
 
     trajectories: tuple[Trajectory, ...]
-    returns: tuple[float | None, ...]
+    rewards: tuple[float | None, ...]
     excluded: Counter[str] = field(default_factory=Counter)
     labelled: Preferences = field(default_factory=dict)
     base_model: str = ""

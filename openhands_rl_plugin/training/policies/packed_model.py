@@ -335,7 +335,7 @@ def scaled_token_logprobs(
     scale: OutputScale = OutputScale(),
     entropy_gradient: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """As ``logprobs.token_logprobs``, with a scale, and gradients: of a trained ``weight`` and ``bias``, and of the
+    """As ``losses.token_logprobs``, with a scale, and gradients: of a trained ``weight`` and ``bias``, and of the
     entropies with ``entropy_gradient``.
 
     Logits are in memory for ``ROWS_AT_A_TIME`` positions only, and recomputed in the backward pass. Gradients of the

@@ -225,7 +225,7 @@ async def test_an_import_is_worth_its_newest_judgement(
         await storage.add_scores(scores)
         where = {"base_model": "m", "adapter": "z", "demonstrations": True, "presume": presume}
         loaded = await load_episodes(storage, TrajectoryFilter(), reward=Opinion(), **where)  # type: ignore[arg-type]
-    assert loaded.returns == (expected,)
+    assert loaded.rewards == (expected,)
     assert any("judged by nobody" in cause for cause in causes_of(loaded.excluded)) == (presume and not scores)
 
 
@@ -242,6 +242,6 @@ async def test_a_sub_agent_is_trained_on_only_where_somebody_scored_it(tmp_path:
         report = await rescore(storage, Opinion(), sub_agents=False)
         assert (report.scored, report.already_scored) == (1, 1)
         loaded = await load_episodes(storage, TrajectoryFilter(), base_model="m", adapter="z", reward=Opinion())
-        assert [each.id for each in loaded.trajectories] == ["0", "2"] and loaded.returns == (0.02, 0.7)
+        assert [each.id for each in loaded.trajectories] == ["0", "2"] and loaded.rewards == (0.02, 0.7)
         assert loaded.excluded == Counter(sub_agents=1)
         assert (await rescore(storage, Opinion())).scored == 1, "who asks for all of them gets them"
