@@ -21,9 +21,9 @@ COG := -I .ci/docs -p "import generate" $(shell grep -rl '\[\[\[cog' docs)
 
 # Three processes of about equal length. Only the first imports OpenHands, and only the second PyTorch: seven seconds each.
 openhands := tests/cli/test_starting_config.py $(addprefix tests/trajectories/exchange/test_,llm_completions.py v0_events.py)
-pytorch := tests/core/templates $(addprefix tests/contrib/,improve trainers watch)
+pytorch := tests/core/templates/test_chat_text.py $(addprefix tests/contrib/,improve trainers watch)
 quick := tests/apps/endpoint tests/apps/rollout tests/evals/runs $(sort $(filter-out tests/test_flow.py tests/test_road.py,$(wildcard tests/test_*.py)))
-hosts := --ignore=tests/core/templates tests/core tests/docs tests/golden tests/hosts $(openhands) $(quick)
+hosts := --ignore=tests/core/templates/test_chat_text.py tests/core tests/docs tests/golden tests/hosts $(openhands) $(quick)
 training := $(addprefix --ignore=,$(openhands) $(quick)) $(pytorch) tests/apps tests/cli tests/models tests/rewards tests/rollout tests/session tests/test_flow.py tests/test_road.py tests/training
 others := $(addprefix --ignore=,$(openhands) $(pytorch) tests/evals/runs) $(sort $(filter-out $(hosts) $(training) tests/helpers tests/__pycache__ tests/conftest.py tests/budget.json,$(wildcard tests/*)))
 PARTS := hosts training others

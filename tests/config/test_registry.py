@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import get_args
 
@@ -18,7 +19,7 @@ class PlainReward:
 
 
 @pytest.fixture
-def guest_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def guest_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """An installed package with an entry point, as pip leaves one."""
     metadata = tmp_path / "guest-1.0.dist-info"
     metadata.mkdir()
@@ -28,6 +29,9 @@ def guest_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     )
     (tmp_path / "guest_plugin.py").write_text("class Strategy:\n    pass\n")
     monkeypatch.syspath_prepend(str(tmp_path))
+    registry.installed.cache_clear()
+    yield
+    registry.installed.cache_clear()
 
 
 @pytest.mark.parametrize("kind", get_args(registry.Kind))
