@@ -201,13 +201,10 @@ ALGORITHMS: Mapping[AlgorithmName, Algorithm] = {
 }
 
 
-WITHOUT_EFFECT = {"checkpoint_steps", "tracker", "sharding"}
-"""Settings that the result of a training does not depend on."""
-
-
 def digest_of(samples: Sequence[Sample], settings: TrainingSettings, *more: object) -> str:
     """A digest of what the result of a training depends on: sequences, settings and ``more``."""
-    digest = hashlib.sha256(f"{settings.model_dump_json(exclude=WITHOUT_EFFECT)}{more}".encode())
+    asked = settings.model_dump_json(exclude={"checkpoint_steps", "tracker", "sharding"})  # without an effect on it
+    digest = hashlib.sha256(f"{asked}{more}".encode())
     for sample in samples:
         digest.update(sample.model_dump_json(exclude={"logprobs", "policy", "teacher_logprobs"}).encode())
     return digest.hexdigest()
@@ -495,8 +492,7 @@ def proposal_advantages(trajectory: Trajectory, settings: TrainingSettings) -> N
 
 def off_policy_sampling(trajectory: Trajectory) -> str:
     """How an answer that was acted on was sampled, if not from the policy at a temperature; else empty."""
-    found = (_in_words(node.sampling) for node in trajectory.sampled() if is_sampled_off_policy(node.sampling))
-    return next(found, "")
+    return next((_in_words(each.sampling) for each in trajectory.sampled() if is_sampled_off_policy(each.sampling)), "")
 
 
 def is_sampled_off_policy(params: SamplingParams | None) -> bool:

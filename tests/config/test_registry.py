@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import get_args
 
@@ -19,7 +18,7 @@ class PlainReward:
 
 
 @pytest.fixture
-def guest_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def guest_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An installed package with an entry point, as pip leaves one."""
     metadata = tmp_path / "guest-1.0.dist-info"
     metadata.mkdir()
@@ -29,9 +28,7 @@ def guest_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[N
     )
     (tmp_path / "guest_plugin.py").write_text("class Strategy:\n    pass\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    registry.installed.cache_clear()
-    yield
-    registry.installed.cache_clear()
+    monkeypatch.setattr(registry, "installed", registry.installed.__wrapped__)
 
 
 @pytest.mark.parametrize("kind", get_args(registry.Kind))

@@ -20,7 +20,7 @@ AWAY = "http://127.0.0.1:9/v1"
 
 
 @pytest.fixture
-def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The package as pip leaves it: its modules, and its metadata with the entry points of its pyproject.toml."""
     project = tomllib.loads((PLUGIN / "pyproject.toml").read_text())["project"]
     folder = tmp_path / "fallback_engine-1.0.dist-info"
@@ -31,9 +31,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
     (folder / "entry_points.txt").write_text("".join(lines))
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.syspath_prepend(str(PLUGIN))
-    registry.installed.cache_clear()
-    yield
-    registry.installed.cache_clear()
+    monkeypatch.setattr(registry, "installed", registry.installed.__wrapped__)
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import os
 
 import pytest
 from artefacts import ARTEFACTS, Artefact, missing_host
-from golden import differences, path_of, read, run_script
+from golden import differences, read, run_script
 from needs import missing_bubblewrap
 
 pytestmark = pytest.mark.contract
@@ -42,7 +42,3 @@ def test_gradients_of_each_kind_are_as_the_golden_file() -> None:
     made = run_script("gradients.py", *GRADIENTS)
     tolerance = ARTEFACTS["gradients"].tolerance
     assert not differences("gradients", {name: golden[name] for name in GRADIENTS}, made, tolerance)
-
-
-def test_the_files_are_small() -> None:
-    assert sum(file.stat().st_size for file in path_of("").parent.iterdir() if file.is_file()) < 3_000_000

@@ -46,7 +46,5 @@ def server(tiny_model: Path, generator: Generator) -> Iterator[str]:
 @pytest.fixture
 def http(server: str) -> Iterator[httpx.Client]:
     """A client of `server`."""
-    with httpx.Client(
-        base_url=server, verify=False, timeout=30, headers={"content-type": "application/json"}
-    ) as client:
-        yield client
+    with httpx.Client(base_url=server, verify=False, timeout=30, headers={"content-type": "application/json"}) as one:
+        yield one
