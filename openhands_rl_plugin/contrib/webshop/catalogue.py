@@ -9,6 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from importlib.resources import files
 from typing import Any, Literal
 
@@ -58,6 +59,7 @@ class Product:
         return next((group.name for group in self.options if value in group.values), None)
 
 
+@cache
 def generate_catalogue() -> tuple[Product, ...]:
     """The products of the shop."""
     rng = random.Random(f"webshop catalogue 0 {_PRODUCTS}")
@@ -168,7 +170,8 @@ class Goal:
         return f"Find me {wanted}{with_options}, and price lower than {self.price_upper} dollars"
 
 
-def generate_goals(catalogue: Sequence[Product]) -> tuple[Goal, ...]:
+@cache
+def generate_goals(catalogue: tuple[Product, ...]) -> tuple[Goal, ...]:
     """Goals with different instructions: first those to train on, then the held-out ones.
 
     A fifth of the products is kept for the held-out goals, so no target product serves both splits.

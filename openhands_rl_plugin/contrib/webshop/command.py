@@ -35,8 +35,7 @@ def run(args: argparse.Namespace) -> int:
     required_key(args.host, args.api_key_env, protects="its sessions")
     world = WebShop()
     with running_webshop(world, host=args.host, port=args.port, api_key_env=args.api_key_env) as url:
-        print(
-            f"webshop at {url}: {len(world.products)} products, {len(world.goals)} goals; Ctrl-C stops it", flush=True
-        )
+        size = f"{len(world.products)} products, {len(world.goals)} goals"
+        print(f"webshop at {url}: {size}; Ctrl-C stops it", flush=True)
         wait_until_stopped()
     return 0

@@ -48,9 +48,8 @@ class Page(NamedTuple):
 
 def results_page(head: tuple[str, ...], found: Sequence[Product], page: int) -> Page:
     """Page `page` of the search results, counted from 1."""
-    per_page = RESULTS_PER_PAGE
-    steps = [Button.PREVIOUS] * (page > 1) + [Button.NEXT] * (page * per_page < len(found))
-    shown = found[(page - 1) * per_page : page * per_page]
+    steps = [Button.PREVIOUS] * (page > 1) + [Button.NEXT] * (page * RESULTS_PER_PAGE < len(found))
+    shown = found[(page - 1) * RESULTS_PER_PAGE : page * RESULTS_PER_PAGE]
     parts = (*head, Button.BACK_TO_SEARCH, f"Page {page} (Total results: {len(found)})", *steps)
     listed = (part for product in shown for part in (product.asin, product.title, f"${product.price}"))
     return Page((*parts, *listed), (Button.BACK_TO_SEARCH, *steps, *(product.asin for product in shown)))

@@ -75,12 +75,11 @@ class WebShopSuite(OwnSuite):
 
     def tasks(self, split: str) -> tuple[EvalTask, ...]:
         """As in ``OwnSuite``."""
-        shop = WebShop()
         if split == "all":
             return (*self.tasks("train"), *self.tasks("heldout"))
         if split != "train" and split != "heldout":
             raise ConfigError(f"the webshop has the splits train and heldout, not {split!r}")
-        return indexed_tasks("webshop", tuple(goal.index for goal in shop.goals if goal.split == split), split)
+        return indexed_tasks("webshop", tuple(goal.index for goal in WebShop().goals if goal.split == split), split)
 
     @contextmanager
     def serving(self, settings: RLSettings) -> Iterator[RLSettings]:

@@ -267,10 +267,10 @@ def test_the_rewards_command_is_bounded_in_time_and_output(isolated: bool, tmp_p
     assert check("exit 3")["exit_code"] == 3
 
 
-def test_where_there_is_no_workspace_the_run_does_not_begin(model: Path) -> None:
+def test_where_there_is_no_workspace_the_run_does_not_begin(tmp_path: Path) -> None:
     reward = {"name": "command", "options": {"command": "pytest -q"}}
     with pytest.raises(ConfigError, match=r"`pytest -q` judges a workspace .* RLAgent runs environments"):
-        RLAgent(str(model), config=RLSettings.model_validate({"reward": reward}))
+        RLAgent(str(tmp_path), config=RLSettings.model_validate({"reward": reward}))
     config = OpenHandsConfig(
         default_agent="RLAgent",
         runtime="openhands_rl_plugin.hosts.v0.runtime.EnvironmentRuntime",
