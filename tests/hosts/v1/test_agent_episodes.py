@@ -237,6 +237,7 @@ with serve() as server:
 """
 
 
+@pytest.mark.slow
 async def test_a_process_that_ends_without_closing_stores_why_it_ended(tmp_path: Path) -> None:
     command = [sys.executable, "-c", PROGRAM, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)

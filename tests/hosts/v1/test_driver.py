@@ -117,6 +117,7 @@ async def test_wrong_settings_are_refused_in_one_line(
     assert "\n" not in str(refused.value)
 
 
+@pytest.mark.slow
 @pytest.mark.shows("worker processes")
 async def test_worker_processes(server: ScriptedModel, tmp_path: Path) -> None:
     server.policies["pool"] = lambda body: (

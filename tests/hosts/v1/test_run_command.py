@@ -56,6 +56,7 @@ async def test_a_task_is_worked_on_and_the_last_line_names_what_was_recorded(
     assert "OpenHands SDK" not in out + err and "price" not in err and "Cost" not in err and "INFO" not in err, err
 
 
+@pytest.mark.slow
 async def test_ctrl_c_ends_a_completion_at_once_and_what_was_sampled_stays(
     server: ScriptedModel, workspace: Path, tmp_path: Path
 ) -> None:
