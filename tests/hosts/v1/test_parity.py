@@ -189,15 +189,15 @@ async def test_hooks(server: ScriptedModel, workspace: Path) -> None:
 
 
 MCP_SERVER = """
-from fastmcp import FastMCP
+from mcp.server.fastmcp import FastMCP
 server = FastMCP("weather")
-@server.tool
+@server.tool()
 def sky(city: str) -> str:
     "The colour of the sky."
     if city == "Atlantis":
         raise ValueError("there is no such city")
     return f"{city}: blue"
-server.run(show_banner=False)
+server.run()
 """
 
 
