@@ -10,6 +10,7 @@ policy's, rewritten histories, one cut off, a group with a temperature and one w
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
 import json
 import sys
@@ -32,6 +33,8 @@ from train_store import store_of
 
 from openhands_rl_plugin import Trajectory, cli
 from openhands_rl_plugin.models.adapters.store import AdapterStore
+
+gc.freeze()  # each training looks for garbage, and not through all of that
 
 SHAPE = {"vocab_size": 300, "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2}
 CASES: dict[str, dict[str, Any]] = {
