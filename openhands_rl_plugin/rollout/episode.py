@@ -153,7 +153,7 @@ class Episode:
     async def decide(self, world: Forkable | None) -> int:
         """Let the strategy choose the node to execute. ``world``: the live environment, if it can be forked.
 
-        The strategy samples from this object by ``complete``, and adds each completion by ``tree.propose``.
+        The strategy samples from this object by ``complete``, and adds each completion as a node by ``tree.propose``.
 
         Raises ``CaughtFailure`` if no completion can be sampled, and ``ConfigError``. Both are kept for ``freeze``.
         """

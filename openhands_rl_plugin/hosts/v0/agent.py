@@ -255,7 +255,10 @@ class RLAgent(CodeActAgent):
         return session
 
     def _ask_session(self, body: Json) -> Json:
-        """Get a completion from the session. Raises as ``Session.answer``, ``CancelledError`` on the user's stop."""
+        """Get a completion from the session. Raises as ``Session.answer``, ``CancelledError`` on the user's stop.
+
+        ``connect`` has put this below LiteLLM's retries: ``body`` is a chat request, what is returned its response.
+        """
         assert self._session is not None and self._state is not None
         if isinstance(runtime := sessions.runtime_of(self._state.session_id), runtimes.SessionRuntime):
             runtime.session = self._session

@@ -129,7 +129,7 @@ class ModelServer:
         return f"{bases[0]}:{name}"
 
     async def load(self, adapter: Adapter) -> None:
-        """Serve ``adapter`` under its name."""
+        """Serve ``adapter`` under its name; in ``openhands-rl serve`` that is ``Generator.load_adapter``."""
         body = {"lora_name": adapter.name, "lora_path": adapter.path}
         await self.send(await self._route("load"), body, f"the server at {self.url} refused {adapter.name}")
 
