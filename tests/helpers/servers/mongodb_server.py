@@ -35,12 +35,12 @@ class NoServerError(Exception):
 
 
 class MongoServer:
-    """A server on a free port of the loopback interface that keeps its data in ``folder`` when it is started again."""
+    """A server on a free port of the loopback interface. ``lasting``: what it has is there after another start."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, lasting: bool = False) -> None:
         with socket.create_server(("127.0.0.1", 0)) as probe:
             self.port = probe.getsockname()[1]
-        self._folder = folder
+        self._folder, self._lasting = folder, lasting
         self._process: subprocess.Popen[bytes] | None = None
 
     def fail_once(self, command: str, **how: object) -> None:
@@ -81,17 +81,9 @@ class MongoServer:
 
     def _arguments(self) -> list[str]:
         if shutil.which("mongod"):
-            where = [
-                "--dbpath",
-                str(self._folder),
-                "--port",
-                str(self.port),
-                "--bind_ip",
-                "127.0.0.1",
-                "--nounixsocket",
-            ]
-            return [*where, "--setParameter", "enableTestCommands=1"]
-        return [str(self._folder / "data.sqlite"), str(self.port)]
+            where = ["--dbpath", str(self._folder), "--port", str(self.port), "--bind_ip", "127.0.0.1"]
+            return [*where, "--nounixsocket", "--setParameter", "enableTestCommands=1"]
+        return [str(self.port), *([str(self._folder / "data.sqlite")] if self._lasting else [])]
 
     def _wait(self) -> None:
         assert self._process is not None

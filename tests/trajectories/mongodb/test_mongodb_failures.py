@@ -98,7 +98,7 @@ async def test_a_step_that_failed_can_be_repeated(
 
 @pytest.mark.slow
 async def test_a_server_that_goes_away_is_an_error_and_may_come_back(mongodb: MongoServer, tmp_path: Path) -> None:
-    server = MongoServer(tmp_path / "server")
+    server = MongoServer(tmp_path / "server", lasting=True)
     server.start()
     try:
         async with MongoDBTrajectoryStorage(f"{server.url}&serverSelectionTimeoutMS=1000") as storage:
