@@ -70,6 +70,7 @@ def run(args: argparse.Namespace) -> int:
         from openhands_rl_plugin.apps.loop.run import loop_job, plan_lines, run_loop
         from openhands_rl_plugin.apps.loop.tasks import TaskSource, loop_tasks
     from openhands_rl_plugin.evals.runs.run_files import held
+    from openhands_rl_plugin.training.algorithms import check_start
 
     settings, directory = settings_of(args), args.run_dir.absolute()
     check_trainable(settings)
@@ -78,8 +79,6 @@ def run(args: argparse.Namespace) -> int:
     source = checked(TaskSource, given_fields(args, TaskSource) | chosen, {"count": "--tasks"})
     tasks, start = loop_tasks(source, settings), None
     if args.start != BASE:
-        from openhands_rl_plugin.training.trainer.trainer import check_start
-
         adapters = AdapterStore(settings.serving.adapters_directory.resolve())
         start = find_version(adapters, settings.serving.adapter, args.start, "--from")
         check_start(start, settings.training)

@@ -27,13 +27,16 @@ import math
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from pathlib import Path
 from typing import Literal, NamedTuple
 
 from openhands_rl_plugin.config.rl import AlgorithmName, TrainingSettings
 from openhands_rl_plugin.core.arrays import Floats, Ids, Mask
 from openhands_rl_plugin.core.errors import TrainingError
 from openhands_rl_plugin.core.messages import NEUTRAL_PARAMETERS, altering_parameters
-from openhands_rl_plugin.core.types import TURN, Node, Sample, SamplingParams, Trajectory, kind_of
+from openhands_rl_plugin.core.types import TURN, Adapter, Node, Sample, SamplingParams, Trajectory, kind_of
+from openhands_rl_plugin.models.adapters.adapter_config import CONFIG_FILE, read_adapter_config
+from openhands_rl_plugin.models.adapters.store import weights_sha256
 from openhands_rl_plugin.rollout.strategies.search import notes, times_merged
 
 VARIANCE_FLOOR, EPSILON = 1e-8, 1e-6
@@ -241,6 +244,42 @@ def old_logprobs_of(settings: TrainingSettings) -> OldLogprobs:
 def needs_logprobs(settings: TrainingSettings) -> bool:
     """Whether the logprobs of the policy that sampled must have been recorded."""
     return algorithm_of(settings).kind == "reinforcement"
+
+
+def check_start(adapter: Adapter | None, settings: TrainingSettings) -> None:
+    """Raise an error unless ``adapter``, if there is one, is as it was made and fits ``settings``.
+
+    Another LoRA rank, scale or other layers would change the policy before its first step, and no tensor shape would
+    show it. A version that is a whole model is continued with ``method = "full"`` only, and an adapter without. Raises
+    ``TrainingError``, or ``ConfigError`` for an adapter whose configuration cannot be read.
+    """
+    if adapter is None:
+        return
+    path = Path(adapter.path)
+    if weights_sha256(path) != adapter.sha256:
+        raise TrainingError(f"{adapter.name}: what is in {path} was changed since it was made (sha256 differs)")
+    whole = not (path / CONFIG_FILE).exists() and (path / "config.json").exists()
+    if whole != (settings.method == "full"):
+        kind = "a whole model" if whole else "an adapter"
+        raise TrainingError(
+            f'{adapter.name} is {kind}, and [rl.training] method = "{settings.method}" does not continue it: set '
+            "another method, start from base, or choose another name for the new one ([rl.serving] adapter)"
+        )
+    if whole:
+        return
+    made = read_adapter_config(path)
+    found: dict[str, object] = {"lora_rank": made.r, "lora_alpha": made.lora_alpha, "lora_variant": made.variant}
+    if made.layers is not None:
+        found["target_modules"] = sorted(made.layers)
+    for name, value in found.items():
+        wanted: object = getattr(settings, name)
+        wanted = sorted(settings.target_modules) if name == "target_modules" else wanted
+        if value != wanted:
+            value, wanted = (repr(each).replace("'", '"') for each in (value, wanted))
+            raise TrainingError(
+                f"{adapter.name} was made with {name} = {value}, and [rl.training] has {wanted}: set {name} = {value} "
+                "to continue from it, or start from base"
+            )
 
 
 def turn_advantages(

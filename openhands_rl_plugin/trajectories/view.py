@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from datetime import datetime
 from itertools import chain
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from pydantic import Field
 from pydantic_core import to_jsonable_python
@@ -53,9 +53,6 @@ from openhands_rl_plugin.core.types import (
     kind_of,
 )
 from openhands_rl_plugin.trajectories.drift import segment_causes
-
-if TYPE_CHECKING:
-    pass
 
 # --- The terminal
 

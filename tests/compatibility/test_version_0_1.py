@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from openhands_rl_plugin import FileTrajectoryStorage, TrajectoryFilter
+from openhands_rl_plugin import FileTrajectoryStorage, TrajectoryFilter, cli
 from openhands_rl_plugin.core.types import Trajectory
 from openhands_rl_plugin.models.adapters.store import AdapterStore
 
@@ -33,6 +33,12 @@ async def test_every_episode_and_score_is_read_as_it_was_written(old: Path) -> N
     # Parameters of sampling that were not recorded then are unknown.
     expected = [[Trajectory.model_validate(each).model_dump(mode="json"), scores] for each, scores in written]
     assert len(found) == 4 and found == expected
+
+
+def test_the_commands_show_the_store(old: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["list", str(old / "store")]) == 0
+    assert cli.main(["show", str(old / "store"), "whole"]) == 0
+    assert "whole" in capsys.readouterr().out
 
 
 def test_versions_pointer_and_probes_are_read(old: Path) -> None:

@@ -138,8 +138,9 @@ def test_figures_by_group(store: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert "available: " in capsys.readouterr().err
 
 
-def test_whoever_reads_may_stop_early(store: Path) -> None:
-    command = [sys.executable, "-m", "openhands_rl_plugin.cli", "list", str(store), "--json"]
+@pytest.mark.parametrize("options", [["--json"], []])
+def test_whoever_reads_may_stop_early(store: Path, options: list[str]) -> None:
+    command = [sys.executable, "-m", "openhands_rl_plugin.cli", "list", str(store), *options]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None and process.stderr is not None
         process.stdout.close()

@@ -24,9 +24,7 @@ from openhands_rl_plugin.core.errors import ConfigError, TrainingError
 from openhands_rl_plugin.core.machine import return_freed_memory
 from openhands_rl_plugin.core.redaction import redacting_logger
 from openhands_rl_plugin.core.types import Adapter, Probe, Sample
-from openhands_rl_plugin.models.adapters.adapter_config import CONFIG_FILE, read_adapter_config
-from openhands_rl_plugin.models.adapters.store import weights_sha256
-from openhands_rl_plugin.training.algorithms import algorithm_of, clip_bounds, digest_of
+from openhands_rl_plugin.training.algorithms import algorithm_of, check_start, clip_bounds, digest_of
 from openhands_rl_plugin.training.data.dataset import PreferencePair
 from openhands_rl_plugin.training.data.packing import lay_out
 from openhands_rl_plugin.training.distributed.ranks import (
@@ -523,42 +521,6 @@ class Trainer:
         if self.policy.sharded:
             self._ranks.all_reduce([sums])
         return digest_of(samples, self.settings, loss.kind, self.policy.model_path, self.step, sums.tolist())
-
-
-def check_start(adapter: Adapter | None, settings: TrainingSettings) -> None:
-    """Raise an error unless ``adapter``, if there is one, is as it was made and fits ``settings``.
-
-    Another LoRA rank, scale or other layers would change the policy before its first step, and no tensor shape would
-    show it. A version that is a whole model is continued with ``method = "full"`` only, and an adapter without. Raises
-    ``TrainingError``, or ``ConfigError`` for an adapter whose configuration cannot be read.
-    """
-    if adapter is None:
-        return
-    path = Path(adapter.path)
-    if weights_sha256(path) != adapter.sha256:
-        raise TrainingError(f"{adapter.name}: what is in {path} was changed since it was made (sha256 differs)")
-    whole = not (path / CONFIG_FILE).exists() and (path / "config.json").exists()
-    if whole != (settings.method == "full"):
-        kind = "a whole model" if whole else "an adapter"
-        raise TrainingError(
-            f'{adapter.name} is {kind}, and [rl.training] method = "{settings.method}" does not continue it: set '
-            "another method, start from base, or choose another name for the new one ([rl.serving] adapter)"
-        )
-    if whole:
-        return
-    made = read_adapter_config(path)
-    found: dict[str, object] = {"lora_rank": made.r, "lora_alpha": made.lora_alpha, "lora_variant": made.variant}
-    if made.layers is not None:
-        found["target_modules"] = sorted(made.layers)
-    for name, value in found.items():
-        wanted: object = getattr(settings, name)
-        wanted = sorted(settings.target_modules) if name == "target_modules" else wanted
-        if value != wanted:
-            value, wanted = (repr(each).replace("'", '"') for each in (value, wanted))
-            raise TrainingError(
-                f"{adapter.name} was made with {name} = {value}, and [rl.training] has {wanted}: set {name} = {value} "
-                "to continue from it, or start from base"
-            )
 
 
 class LocalTrainer(Trainer):

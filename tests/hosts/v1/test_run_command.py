@@ -170,7 +170,7 @@ async def test_attempts_at_a_task_of_ones_own_are_a_group_to_train_on(
     write_model(tmp_path / "model", max_position_embeddings=8192)
     options = ["--model", "model", "--adapters", "adapters", "--task", task, "--algorithm"]
     code, out, err = finished(start(tmp_path, "train", "store", *options, "dpo", "--dry-run"))
-    assert code == 0 and "  pairs: 2, of them said by people 0" in out, (out, err)
+    assert code == 0 and "  pairs: 2, 0 of them chosen by people" in out, (out, err)
     options += ["grpo", "--set", "training.dtype=float32", "training.lora_rank=2", "training.num_epochs=1"]
     code, out, err = finished(start(tmp_path, "train", "store", *options))
     assert code == 0 and "  episodes: 4 used; left out: none" in out, (out, err)
