@@ -353,9 +353,10 @@ class Session(Episode):
     async def respond(self, body: Json) -> Json:
         """Let the strategy choose a completion for a host's chat request, store it, and return it as a chat completion.
 
-        The tree follows the prompt, which shows what the host executed, condensed or rewrote. Runs on the loop of
-        ``background``. Raises ``EpisodeOver`` at a limit, ``CaughtFailure`` if all requests fail (its last cause is the
-        ``ServerError``, if there is one; the host may repeat the request), ``ConfigError``, ``StorageError``.
+        The tree follows the prompt, which shows what the host executed, condensed or rewrote; the chosen node is its
+        head. Runs on the loop of ``background``. Raises ``EpisodeOver`` at a limit, ``CaughtFailure`` if all requests
+        fail (its last cause is the ``ServerError``, if there is one; the host may repeat the request), ``ConfigError``,
+        ``StorageError``.
         """
         tree = self.tree
         async with self._deciding:

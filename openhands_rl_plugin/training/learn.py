@@ -447,6 +447,8 @@ def create_version(
 ) -> tuple[Adapter | None, Probe]:
     """Write the trained weights as the next version of ``name``, with a probe. A collective of all ranks.
 
+    No server has it yet: ``AdapterPublisher.publish`` brings it into use.
+
     Args:
         trainer: holds what was trained.
         store: where versions are kept.

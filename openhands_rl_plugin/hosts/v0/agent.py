@@ -257,7 +257,7 @@ class RLAgent(CodeActAgent):
     def _ask_session(self, body: Json) -> Json:
         """Get a completion from the session. Raises as ``Session.answer``, ``CancelledError`` on the user's stop.
 
-        ``connect`` has put this below LiteLLM's retries: ``body`` is a chat request, what is returned its response.
+        ``connect`` has put this below OpenHands' retries, for litellm's call: a chat request in, its response out.
         """
         assert self._session is not None and self._state is not None
         if isinstance(runtime := sessions.runtime_of(self._state.session_id), runtimes.SessionRuntime):

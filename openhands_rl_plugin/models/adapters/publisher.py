@@ -3,7 +3,7 @@
 An adapter comes into use only after every server's logprobs of the probe text match the trainer's and have moved
 from the previous version as the trainer's did, if there is a probe. Otherwise it is unloaded from every server that did
 not have it before, and the previous version stays in use. Clients read the pointer and ask for the new name: the
-gateway, ``apps.rl_agent``, and the hosts (``hosts.shared.litellm_calls.adapter_in_use``).
+gateway, ``apps.rl_agent``, and the hosts (``hosts.shared.litellm_calls.adapter_in_use``). A loop asks for its own.
 """
 
 from __future__ import annotations

@@ -418,6 +418,8 @@ class TrainingLoop:
         return adapter
 
     async def _bring_into_use(self, adapter: Adapter, probe: Probe | None = None) -> PublishReport:
+        """As ``AdapterPublisher.publish``, again while the server is away; later episodes ask for the name in
+        ``_served``."""
         report = await self._server.publish(adapter, probe)
         self._served[adapter.name] = await self._parts.publisher.served_model(adapter)
         return report
