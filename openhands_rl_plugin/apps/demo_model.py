@@ -93,7 +93,8 @@ def _fetched_weights(folder: Path) -> Path:
             text=True,
             timeout=_SECONDS,
             stdin=subprocess.DEVNULL,
-            env={**os.environ, "UV_PYTHON": sys.executable},
+            # Like pip, uv shall trust the certificates that the machine trusts.
+            env={"UV_SYSTEM_CERTS": "1", **os.environ, "UV_PYTHON": sys.executable},
         )
     except subprocess.TimeoutExpired as error:
         raise InfrastructureError(f"{REQUIREMENT} was not fetched within {_SECONDS} s; {remedy}") from error

@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     make.add_argument("--out", type=Path, required=True, metavar="FILE", help="the .jsonl file to write")
     make.add_argument("--per-package", type=positive, default=4, metavar="TASKS", help="tasks wanted")
     make.add_argument("--seed", type=int, default=1, metavar="S", help="seed of the choice of bugs")
-    make.add_argument("--python", default="3.12", metavar="VERSION", help="Python version of the tests")
+    make.add_argument("--python", metavar="VERSION", help="Python version of the tests (default: the running one)")
     more = "also install this for the tests; may be repeated"
     make.add_argument("--with", dest="requirements", action="append", default=[], metavar="REQ", help=more)
     some = "run these tests (an argument of pytest) instead of all that are found; may be repeated"
@@ -65,7 +65,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _make(args: argparse.Namespace) -> int:
-    given = {name: getattr(args, name) for name in ("seed", "python", "timeout", "requirements", "tests")}
+    names = ("seed", "timeout", "requirements", "tests", *(["python"] if args.python else []))
+    given = {name: getattr(args, name) for name in names}
     match = re.fullmatch(r"(.+?)(?:@([^@/:]+(?:/[^@:]+)?))?", args.source)
     source = find_source(match[1] if match else args.source, (match and match[2]) or "HEAD", args.cache)
     plan = checked(TaskPlan, {**given, "source": source, "wanted": args.per_package})

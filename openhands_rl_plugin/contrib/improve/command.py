@@ -79,7 +79,7 @@ def _add_tasks(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--tests", action="append", default=[], metavar="PATH", help=tests)
     also = "also install this for the tests; may be repeated"
     group.add_argument("--with", dest="requirements", action="append", default=[], metavar="REQ", help=also)
-    group.add_argument("--python", default="3.12", metavar="VERSION", help="Python version of the tests")
+    group.add_argument("--python", metavar="VERSION", help="Python version of the tests (default: the running one)")
     group.add_argument(
         "--test-timeout", type=above_zero, default=60.0, metavar="SECONDS", help="for a run of the tests"
     )
@@ -177,7 +177,8 @@ def _gym(args: argparse.Namespace, source: Source, directory: Path) -> Gym:
 
     wanted = checked(
         WantedTasks,
-        {"timeout": args.test_timeout, **{name: getattr(args, name) for name in _GYM_OPTIONS}},
+        {name: given for name in _GYM_OPTIONS if (given := getattr(args, name)) is not None}
+        | {"timeout": args.test_timeout},
         {"timeout": "--test-timeout", "requirements": "--with"},
     )
     with progress_bar("reading") as bar:

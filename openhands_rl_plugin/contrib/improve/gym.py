@@ -21,6 +21,7 @@ from openhands_rl_plugin.core.types import Frozen
 from openhands_rl_plugin.evals.runs.suites import make_backend
 from openhands_rl_plugin.evals.swe.instances import read_instances
 from openhands_rl_plugin.evals.swe.patches import touched_files
+from openhands_rl_plugin.evals.swe.recipes import PYTHON
 from openhands_rl_plugin.evals.tasks.make import (
     LEAST_HELD_OUT,
     LEAST_TRAINING,
@@ -45,7 +46,7 @@ class WantedTasks(Frozen):
     tasks: int = Field(ge=LEAST_TRAINING, le=500)
     held_out: int = Field(ge=LEAST_HELD_OUT, le=500)
     seed: int = 1
-    python: str = Field(default="3.12", pattern=r"^3\.1\d$")
+    python: str = Field(default=PYTHON, pattern=r"^3\.1\d$")
     tests: tuple[str, ...] = ()
     requirements: tuple[str, ...] = ()
     timeout: float = Field(default=60.0, gt=0)

@@ -200,6 +200,7 @@ class InstanceSandbox(NamedTuple):
             "SHIM_PYTHON": str(self.interpreter),
             "UV_LINK_MODE": "hardlink" if network else "copy",
             "UV_INDEX_STRATEGY": "unsafe-best-match",
+            "UV_SYSTEM_CERTS": "1",
             "UV_NO_PROGRESS": "1",
             "UV_PYTHON_DOWNLOADS": "never",
             "UV_CACHE_DIR": "/conda/uv",

@@ -43,6 +43,8 @@ from openhands_rl_plugin.evals.swe.patches import changed_files, restored_files
 
 REPOSITORY = "/testbed"
 START, END = ">>>>> Start Test Output", ">>>>> End Test Output"
+PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
+"""The version of the Python that runs this."""
 EXCLUDE_NEWER = "2024-08-01"
 """When the official images were made. Old repositories break with packages of later dates."""
 
@@ -79,7 +81,7 @@ class Columns(Frozen):
 
     test_command: str
     test_files: tuple[str, ...] | None = None
-    python: str = f"{sys.version_info.major}.{sys.version_info.minor}"
+    python: str = PYTHON
     install: str | tuple[str, ...] = ()
     packages: tuple[str, ...] = ("pytest",)
     log_parser: str = "pytest"

@@ -27,6 +27,7 @@ from openhands_rl_plugin.core.types import Frozen
 from openhands_rl_plugin.evals.swe.backends import LocalBackend
 from openhands_rl_plugin.evals.swe.grading import Grading, TestRun, run_tests
 from openhands_rl_plugin.evals.swe.instances import Instance, InstanceBackend, VerdictKind, row_of
+from openhands_rl_plugin.evals.swe.recipes import PYTHON
 from openhands_rl_plugin.evals.tasks.bugs import Bug, PythonSource, bugs_of, patch_of
 from openhands_rl_plugin.evals.tasks.source import Source, commit_files, is_test, requirements_of
 from openhands_rl_plugin.trajectories.view import table
@@ -54,7 +55,7 @@ class TaskPlan(Frozen):
     """
 
     source: Source
-    python: str = Field(default="3.12", pattern=r"^3\.1\d$")
+    python: str = Field(default=PYTHON, pattern=r"^3\.1\d$")
     requirements: tuple[str, ...] = ()
     tests: tuple[str, ...] = ()
     wanted: int = Field(default=4, ge=1, le=1000)
