@@ -88,11 +88,12 @@ def test_a_drill_is_one_edit_that_undoes_one_bug(instances: tuple[Instance, ...]
 def test_drills_show_no_function_that_is_held_out() -> None:
     instances = repair_instances(1, "train")[:2]
     shown = functions_of(lessons([*map(rolled_out, instances)], instances, tools=V0, seed=0, drills=8)[2:])
-    strange = frozenset(sorted(shown - {"init"})[::2])  # a test has the name of its function without underscores
+    # A test has the name of its function without underscores.
+    strange = frozenset(form.format(name) for name in sorted(shown)[::2] for form in ("{}", "_{}", "__{}__"))
     others = functions_of(
         lessons([*map(rolled_out, instances)], instances, tools=V0, seed=0, drills=8, strange=strange)[2:]
     )
-    assert min(len(others), len(shown), 2 * len(strange)) > 3 and not others & strange
+    assert min(len(others), len(shown)) > 3 and not others & strange
 
 
 def test_a_short_drill_is_a_line_and_the_script_that_mends_it(instances: tuple[Instance, ...]) -> None:

@@ -222,13 +222,13 @@ async def test_an_episode_in_a_workspace_of_its_own(server: ScriptedModel, tmp_p
     mount = WorkspaceMount(host=note.parent, inside="/opt/notes")
     variables = {"NOTE": "/opt/notes/note.txt"}
     own = TaskWorkspace(root=tmp_path / "root", repository=directory.name, mounts=(mount,), variables=variables)
-    show = 'pwd; cat "$NOTE"; git log --oneline; echo fixed > code.py; ls -d /home; ls ..'
+    show = f'pwd; cat "$NOTE"; git log --oneline; echo fixed > code.py; ls -d {note.parent}; ls ..'
     server.script(f"workspace-{agent}", [bash(show), FINISH])
     record = await play(server, f"workspace-{agent}", options={**STOCK, "agent": agent}, place=own)
     text = heard(record, "tool")[0]
     assert text.startswith("/workspace/owner__repo__1.0\na note\n"), text
     assert "the only commit" in text and "owner__repo__1.0" in text
-    assert "'/home': No such file" in text, "the host's own files are not shown"
+    assert f"'{note.parent}': No such file" in text, "the host's own files are not shown"
     patch = str(record.evidence["git_patch"])
     assert "--- a/code.py\n+++ b/code.py" in patch and "+fixed" in patch
     assert record.evidence["changed_files"] == {"code.py": "modified"}

@@ -31,7 +31,7 @@ def llm_for(url: str, model: str, provider: str = "openai", **config) -> tuple[L
     return llm, session
 
 
-DEEP = '{"a":' + 5000 * "[" + 5000 * "]" + "}"
+DEEP = '{"a":' + 200_000 * "[" + 200_000 * "]" + "}"
 ODD = {
     "no role": {"role": None, "reasoning": 5, "annotations": [{"type": "url_citation"}], "audio": {"id": "a"}},
     "a role of others": {"role": "model", "reasoning_content": {"text": None}, "thinking_blocks": "x"},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -125,6 +126,7 @@ def test_the_model_gets_the_observations_of_the_stock_tools(
     own.close()
 
     def without_python(text: str) -> str:
+        text = re.sub(r"\x1b\[\?2004(?:l|h\n?)", "", text)  # bash's own, which the stock terminal shows without tmux
         return "\n".join(line for line in text.split("\n") if not line.startswith("[Python interpreter: "))
 
     assert [without_python(text) for text in mine] == [without_python(text) for text in theirs]
