@@ -11,9 +11,9 @@ import httpx
 import pytest
 from needs import CONTRIB
 from report_data import data_of
-from shopper_model import GOAL, INSTRUCTION, write_shopper
+from shopper_model import write_shopper
 from shopping_loop import MODEL, ShopWorld, make_plan
-from small_shop import running_shop
+from small_shop import GOAL, INSTRUCTION, running_shop
 
 from openhands_rl_plugin.apps.loop.reporting import RunReport
 from openhands_rl_plugin.config.rl import ServingSettings

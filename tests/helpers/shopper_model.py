@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
-from small_shop import GOALS, ShopSession
+from small_shop import BAD, GOAL, GOALS, GOOD, INSTRUCTION, ShopSession
 from tiny_model import CHAT_TEMPLATE, write_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
@@ -16,15 +16,6 @@ from openhands_rl_plugin.core.types import Task
 from openhands_rl_plugin.environments.http.client import action_language, opening_messages
 from openhands_rl_plugin.environments.http.react import parse_plain, parse_react
 
-GOAL = 1
-INSTRUCTION = "Buy what the page asks for."
-_SEARCH = "search[blue desk lamp]"
-GOOD = (_SEARCH, "click[B001]", "click[Buy Now]")
-"""Earns 0.75 for ``GOAL``."""
-ORACLE = (*GOOD[:2], "click[Large]", GOOD[2])
-"""Earns 1."""
-BAD = (_SEARCH, "click[B000]", "click[Buy Now]")
-"""Earns nothing."""
 _STEPS = 60
 _written: dict[str, Path] = {}  # what makes a model -> a folder with it
 

@@ -9,8 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from shopper_model import GOAL, INSTRUCTION, ORACLE
-from tiny_model import write_model
+from small_shop import GOAL, INSTRUCTION, ORACLE
 
 from openhands_rl_plugin.config.rl import LoopSettings, RLSettings, ServingSettings, TrainingSettings
 from openhands_rl_plugin.core.protocols import Environment, LLMEngine
@@ -48,6 +47,8 @@ class VowelReward:
 
 def write_talker(path: Path) -> Path:
     """A model directory with room for the shop's pages."""
+    from tiny_model import write_model  # needs torch, and plans do not
+
     return write_model(path, max_position_embeddings=4096, initializer_range=0.05)
 
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import httpx
 import pytest
 import torch
-from shopper_model import BAD, GOAL, GOOD, INSTRUCTION, write_shopper
-from small_shop import GOALS, ShopSession, running_shop
+from shopper_model import write_shopper
+from small_shop import BAD, GOAL, GOALS, GOOD, INSTRUCTION, ShopSession, running_shop
 
 from openhands_rl_plugin import RLAgent, RLAgentConfig
 from openhands_rl_plugin.apps.rl_agent import EpisodeResult

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from shopper_model import GOAL, INSTRUCTION
+from small_shop import GOAL, INSTRUCTION
 
 from openhands_rl_plugin.apps.loop.run import LoopJob
 from openhands_rl_plugin.apps.loop.tasks import LoopTasks

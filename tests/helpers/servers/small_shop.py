@@ -36,6 +36,16 @@ class Goal:
 
 GOALS = tuple(map(Goal, range(100)))
 
+GOAL = 1
+INSTRUCTION = "Buy what the page asks for."
+_SEARCH = "search[blue desk lamp]"
+GOOD = (_SEARCH, "click[B001]", "click[Buy Now]")
+"""Earns 0.75 for ``GOAL``."""
+ORACLE = (*GOOD[:2], "click[Large]", GOOD[2])
+"""Earns 1."""
+BAD = (_SEARCH, "click[B000]", "click[Buy Now]")
+"""Earns nothing."""
+
 
 @dataclass(frozen=True)
 class Step:

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from shopper_model import INSTRUCTION
-from small_shop import running_shop
+from small_shop import INSTRUCTION, running_shop
 
 from openhands_rl_plugin import RLAgent, RLAgentConfig
 from openhands_rl_plugin.config.registry import build
