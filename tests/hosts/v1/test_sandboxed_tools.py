@@ -126,7 +126,7 @@ def test_the_model_gets_the_observations_of_the_stock_tools(
     own.close()
 
     def without_python(text: str) -> str:
-        text = re.sub(r"\x1b\[\?2004(?:l|h\n?)", "", text)  # bash's own, which the stock terminal shows without tmux
+        text = re.sub(r"\n?\x1b\[\?2004h(?=\n)|\x1b\[\?2004[lh]", "", text)  # of bash: shown without tmux
         return "\n".join(line for line in text.split("\n") if not line.startswith("[Python interpreter: "))
 
     assert [without_python(text) for text in mine] == [without_python(text) for text in theirs]
