@@ -3,7 +3,7 @@
 # Options go into ARGS:  make demo ARGS=--tiny    make test ARGS="-k storage"    A Python of your choice: make PYTHON=...
 .DEFAULT_GOAL := help
 .PHONY: help setup demo docs reference pictures test test-v1 test-v1-matrix test-slow test-gpu test-vllm test-peers test-containers lint lint-v1 format clean
-.PHONY: hosts training others conversations processes
+.PHONY: hosts training workspaces others conversations processes
 .DELETE_ON_ERROR:
 
 unexport PYTHONDONTWRITEBYTECODE PYTHONPATH PYTHONHOME VIRTUAL_ENV
@@ -19,19 +19,18 @@ READY_DOCS := .venv-docs/.ready
 # Pages that are made from the source, by .ci/docs/generate.py.
 COG := -I .ci/docs -p "import generate" $(shell grep -rl '\[\[\[cog' docs)
 
-# Three processes of about equal length. Only the first imports OpenHands, and only the second PyTorch: seven seconds each.
-openhands := tests/cli/test_starting_config.py $(addprefix tests/trajectories/exchange/test_,llm_completions.py v0_events.py)
-pytorch := tests/core/templates/test_chat_text.py $(addprefix tests/contrib/,improve trainers watch)
-quick := tests/apps/endpoint tests/apps/rollout tests/evals/runs $(sort $(filter-out tests/test_flow.py tests/test_road.py,$(wildcard tests/test_*.py)))
-hosts := --ignore=tests/core/templates/test_chat_text.py tests/core tests/docs tests/golden tests/hosts $(openhands) $(quick)
-training := $(addprefix --ignore=,$(openhands) $(quick)) $(pytorch) tests/apps tests/cli tests/models tests/rewards tests/rollout tests/session tests/test_flow.py tests/test_road.py tests/training
-others := $(addprefix --ignore=,$(openhands) $(pytorch) tests/evals/runs) $(sort $(filter-out $(hosts) $(training) tests/helpers tests/__pycache__ tests/conftest.py tests/budget.json,$(wildcard tests/*)))
-PARTS := hosts training others
+# Four processes of about equal length, two a core: tests also wait. Only the first imports OpenHands, and only the second
+# PyTorch: seven seconds each.
+hosts := tests/hosts tests/golden tests/docs tests/cli/test_starting_config.py $(addprefix tests/trajectories/exchange/test_,llm_completions.py v0_events.py)
+training := tests/training tests/models tests/rewards tests/test_flow.py tests/test_road.py tests/core/templates/test_chat_text.py tests/rollout/strategies/test_verifier_search.py tests/session/test_life.py $(addprefix tests/apps/,agent loop) $(addprefix tests/cli/,train test_chat.py test_loop_command.py) $(addprefix tests/contrib/,improve trainers watch)
+workspaces := $(filter-out $(training),$(wildcard tests/contrib/[!_]*)) tests/environments tests/evals tests/evaluation
+others := $(addprefix --ignore=,$(hosts) $(training)) $(sort $(filter-out $(hosts) $(training) $(workspaces) tests/contrib tests/helpers tests/__pycache__ tests/conftest.py tests/budget.json,$(wildcard tests/*)))
+PARTS := hosts training workspaces others
 # The output of each in one piece, where make can.
 SYNC := $(if $(filter output-sync,$(.FEATURES)),--output-sync=target)
 
-# The tests that have something to show with OpenHands V1; all others run with V0. Those that start processes are apart.
-processes := $(addprefix tests/hosts/v1/test_,agent_server.py driver.py guide.py run_command.py) 'tests/golden/test_golden.py::test_today_is_as_the_golden_file[v1_sessions]' tests/hosts/shared tests/evals/runs/test_evaluation.py tests/apps/rollout tests/contrib/rollouts tests/contrib/trainers/test_agent_lightning.py tests/contrib/repair/test_repair_demonstrations.py tests/config/test_host.py tests/test_imports.py tests/docs/test_pages.py tests/docs/test_plugins_page.py
+# The tests that have something to show with OpenHands V1; all others run with V0. Two processes of about equal length.
+processes := $(addprefix tests/hosts/v1/test_,agent_server.py critic.py driver.py guide.py run_command.py sandboxed_tools.py) 'tests/golden/test_golden.py::test_today_is_as_the_golden_file[v1_sessions]' tests/hosts/shared tests/evals/runs/test_evaluation.py tests/apps/rollout tests/contrib/rollouts tests/contrib/repair/test_repair_demonstrations.py tests/config/test_host.py tests/test_imports.py tests/docs/test_plugins_page.py
 conversations := $(sort $(filter-out $(processes),$(wildcard tests/hosts/v1/test_*.py)))
 PARTS_V1 := processes conversations
 
@@ -54,7 +53,7 @@ reference: $(READY) ## Write the pages that are made from the source
 pictures: $(READY) ## Draw the studio's pictures: ARGS="--run runs/demo"
 	$(BIN)/python .ci/docs/pictures.py $(ARGS)
 
-# Side by side: a third of the time a part waits. ARGS, as all options of pytest, goes to one process with all tests.
+# Side by side. ARGS, as all options of pytest, goes to one process with all tests.
 test: $(READY) ## Check the style and the types, run the fast tests
 ifdef ARGS
 	$(BIN)/pytest $(ARGS)
