@@ -21,10 +21,10 @@ PAGES = [README, ROOT / "evaluation/README.md", *sorted(DOCS.rglob("*.md"))]
 BLOCKS = [each for page in PAGES for each in blocks(page)]
 DOCUMENTED = [each for each in BLOCKS if "evaluation" not in Path(each.path).parent.name]
 KNOWN = {"console", "python", "toml", "yaml", "json", "sh", "text", "dockerfile"}
-PROGRAMS = r"(\w+=\S+ )*(openhands-rl|python -m openhands|pip|make|vllm|torchrun) "
+PROGRAMS = r"(\w+=\S+ )*(openhands-rl|python -m openhands|pip|uv pip|make|vllm|torchrun) "
 # Commands that no test runs as they stand, and why. They are parsed by the real parsers.
 NOT_RUN = {
-    r"pip install": "fetches packages",
+    r"(uv )?pip install": "fetches packages",
     r"make ": "builds environments",
     r"vllm |torchrun ": "a GPU, or several",
     r"openhands-rl evaluate swe-": "hours",
@@ -127,7 +127,9 @@ def test_commands_are_commands(line: str) -> None:
                 from openhands.core.config.arg_utils import get_headless_parser
 
                 get_headless_parser().parse_args(rest)
-        case ["pip", "install", package]:
+        case ["pip", "install", "uv"]:
+            pass
+        case ["pip" | "uv", *_, package] if "install" in words:
             name, _, extras = package.rstrip("]").partition("[")
             assert name == "." and set(filter(None, extras.split(","))) <= set(project["optional-dependencies"])
         case ["make", target, *_]:
