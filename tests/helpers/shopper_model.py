@@ -60,15 +60,16 @@ def write_taught(
     write_model(path, seed=seed, initializer_range=0.05, **shape)
     tokenizer.save_pretrained(path)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    _teach(model, [_tensors(*encoded(tokenizer, dialogue)) for dialogue in dialogues], steps)
+    ids, labels = zip(*(encoded(tokenizer, dialogue) for dialogue in dialogues), strict=True)
+    _teach(model, _rows(ids, tokenizer.pad_token_id), _rows(labels, -100), steps)
     model.save_pretrained(path)
     return _written.setdefault(same, path)
 
 
-def _teach(model: torch.nn.Module, batch: list[tuple[torch.Tensor, torch.Tensor]], steps: int) -> None:
+def _teach(model: torch.nn.Module, ids: torch.Tensor, labels: torch.Tensor, steps: int) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3)
     for _ in range(steps):
-        loss = sum(model(input_ids=ids, labels=labels).loss for ids, labels in batch)
+        loss = model(input_ids=ids, labels=labels).loss
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -119,5 +120,6 @@ def encoded(tokenizer: PreTrainedTokenizerFast, dialogue: Sequence[Message]) -> 
     return ids, labels
 
 
-def _tensors(ids: list[int], labels: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.tensor([ids]), torch.tensor([labels])
+def _rows(rows: Sequence[list[int]], end: int) -> torch.Tensor:
+    """Each as long as the longest, with ``end`` after its own."""
+    return torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], batch_first=True, padding_value=end)

@@ -49,7 +49,7 @@ def write_talker(path: Path) -> Path:
     """A model directory with room for the shop's pages."""
     from tiny_model import write_model  # needs torch, and plans do not
 
-    return write_model(path, max_position_embeddings=4096, initializer_range=0.05)
+    return write_model(path, max_position_embeddings=4096, initializer_range=0.05, num_hidden_layers=1)
 
 
 def make_plan(adapter: str, training: Any = None, *, run_id: str = "shopping", **loop: Any) -> LoopPlan:

@@ -50,7 +50,7 @@ async def rewards_of(storage: FileTrajectoryStorage) -> object:
     return listed, good, outcomes, trained
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(added=st.lists(_LABELS, min_size=1, max_size=12))
 def test_labels_change_no_reward(folder: Path, added: list[tuple[LabelKind, str, str, float, bool]]) -> None:
     async def label() -> None:

@@ -71,7 +71,7 @@ dtype = "float32"
 lora_rank = 4
 lora_alpha = 8
 batch_size = 4
-num_epochs = 8
+num_epochs = 4
 learning_rate = 1e-2
 [rl.serving]
 base_url = "{server}/v1"

@@ -24,7 +24,7 @@ PLANNER = MCTSOptions(
 
 async def test_it_comes_near_the_optimum_with_a_part_of_the_steps_of_looking_at_everything():
     shares, steps = [], []
-    for seed in range(40):
+    for seed in range(20):
         world = planning(seed)
         tree = await searched(MCTSStrategy(PLANNER), world, SeededEngine(seed=seed))
         episode = report(tree, next(at for at in reversed(tree.path()) if tree.nodes[at].sampled))["episode"]

@@ -27,7 +27,9 @@ def test_pairs_are_those_of_the_sequences(layout: Layout, window: int | None) ->
 def test_flexattention_gives_the_processors_numbers(
     window: int | None, softcap: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(flex.WrappedFlexAttention, "__call__", lambda self: flex_attention)
+    # Neither compiled nor traced, which takes seconds.
+    monkeypatch.setattr(flex, "WrappedFlexAttention", lambda training: lambda: flex_attention)
+    monkeypatch.setattr("torch.nn.attention.flex_attention._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
     layout = tree_of(1, 4, 200)
     inputs = [each.detach() for each in inputs_of(layout, Heads(4, 2, 32, 32), torch.float32)]
     mask = block_mask(PackedRows(layout, CPU), window)

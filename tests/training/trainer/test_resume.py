@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import subprocess
+import multiprocessing
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
-from keep_training import train
 from made_samples import EXACT, adapter_of, assert_same, make_samples
 
 from openhands_rl_plugin.core.errors import TrainingError
@@ -20,6 +19,14 @@ from openhands_rl_plugin.models.adapters.store import METRICS_FILE
 from openhands_rl_plugin.training.trainer.trainer import LocalTrainer
 
 pytestmark = pytest.mark.contract
+
+
+def train(model: Path, run: Path, send: Callable[[float], object] = float) -> tuple[LocalTrainer, dict[str, float]]:
+    """Nine steps in three epochs, with a checkpoint after every second one; ``send`` gets the number of each."""
+    torch.set_num_threads(1)
+    changes = {"algorithm": "grpo", "correction": "truncate", "checkpoint_steps": 2, "num_epochs": 3}
+    trainer = LocalTrainer(model, EXACT.model_copy(update=changes))
+    return trainer, trainer.reinforce(make_samples(), lambda at: send(at["done"]), run=run)
 
 
 def lines_of(run: Path) -> list[dict[str, float]]:
@@ -36,15 +43,17 @@ def test_a_killed_run_ends_bit_by_bit_as_one_that_was_not(model: Path, tmp_path:
     """With old logprobs that were recomputed at its beginning."""
     straight, metrics = train(model, tmp_path / "straight")
     run = tmp_path / "broken"
-    command = [sys.executable, "keep_training.py", str(model), str(run)]
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2] / "helpers"
-    ) as process:
-        assert process.stdout is not None
-        for line in process.stdout:
-            if line.strip() == "4":
-                process.kill()
-    assert process.returncode == -9
+    # PyTorch is there at once in a fork, which cannot use a GPU's runtime.
+    context = multiprocessing.get_context("spawn" if torch.accelerator.is_available() else "fork")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=train, args=(model, run, sender.send))
+    process.start()
+    sender.close()
+    while receiver.recv() != 4:
+        pass
+    process.kill()
+    process.join()
+    assert process.exitcode == -9
     (state,) = run.rglob("checkpoint/*/0")
     assert state.stat().st_mode & 0o077 == 0
     resumed, same = train(model, run)

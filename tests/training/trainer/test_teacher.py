@@ -80,7 +80,7 @@ async def scored(
 
 def test_a_student_comes_nearer_to_its_teacher(model: Path, tmp_path: Path) -> None:
     """Rounds of what the student samples itself, by transformers."""
-    chosen = {"dtype": "float32", "learning_rate": 5e-3, "num_epochs": 1, "batch_size": 64, "lora_rank": 8}
+    chosen = {"dtype": "float32", "learning_rate": 1e-2, "num_epochs": 1, "batch_size": 64, "lora_rank": 8}
     settings = TrainingSettings.model_validate({"algorithm": "opd", "teacher": str(model), **chosen})
     trainer, tokenizer = LocalTrainer(model, settings), AutoTokenizer.from_pretrained(model)
     teacher = LocalTeacher(model, write_adapter(tmp_path / "teacher", model, seed=1), dtype="float32")
@@ -89,7 +89,7 @@ def test_a_student_comes_nearer_to_its_teacher(model: Path, tmp_path: Path) -> N
     student = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model), tmp_path / "start")
     prompt = torch.arange(10, 20).repeat(64, 1)
     torch.manual_seed(0)
-    for _ in range(9):
+    for _ in range(5):
         set_peft_model_state_dict(student, trainer.policy.weights())
         written = student.generate(input_ids=prompt, attention_mask=torch.ones_like(prompt), **SAMPLED)
         rows = torch.stack(written.logits, 1).log_softmax(-1)
@@ -102,7 +102,7 @@ def test_a_student_comes_nearer_to_its_teacher(model: Path, tmp_path: Path) -> N
         assert not missing
         found.append(trainer.reinforce(taught)["kl"])
     asyncio.run(teacher.aclose())
-    assert 0 < sum(found[-3:]) / 3 < 0.9 * sum(found[:3]) / 3, found
+    assert 0 < sum(found[-2:]) < 0.9 * sum(found[:2]), found
 
 
 def test_a_server_scores_as_a_folder_does_and_the_policy_itself_teaches_nothing(
