@@ -1,6 +1,7 @@
 """Records the files of a workspace in a separate git repository, compares them with that record, and restores them.
 
-It is executed in a sandbox by the standard library alone: ``python -I -S -c <text> REQUEST``. ``REQUEST`` is JSON:
+The sandbox executes what this file was compiled to, by the standard library alone, with few modules, because they take
+longer to load than git runs. ``REQUEST``, an argument, is JSON:
 ``{"do": "remember" | "changes" | "restore", "root", "protected": [pattern], "tree"}`` with the most ``files``
 and ``bytes``, and bytes of ``names`` and ``patch``. The variables ``GIT_DIR`` and ``GIT_INDEX_FILE`` name the record.
 
@@ -14,10 +15,8 @@ import contextlib
 import fnmatch
 import json
 import os
-import shutil
 import signal
 import stat
-import subprocess
 import sys
 
 # A larger file is no text that anybody wrote: it is named, and not read.
@@ -25,19 +24,27 @@ LARGEST = 64 * 1024**2
 ATTRIBUTES = "* !diff !filter !text !eol !ident !working-tree-encoding\n"
 
 
-def git(*words: str, names: list[bytes] | None = None, codes: tuple[int, ...] = (0,), program=("git",)) -> bytes:
-    """Run git with ``names`` as input, and return its output."""
-    given = b"".join(name + b"\0" for name in names or ())
-    done = subprocess.run([*program, *words], input=given, stdout=subprocess.PIPE, check=False)
-    if done.returncode not in codes:
-        sys.exit(done.returncode if done.returncode > 0 else 1)
-    return done.stdout
+def git(*words: str, names: list[bytes] | None = None, codes: tuple[int, ...] = (0,), most: int = -1) -> bytes:
+    """Run git with ``names`` as input, and return its output, or the first bytes of it."""
+    printed, into = os.pipe()
+    with open(os.memfd_create("names"), "w+b") as given:
+        given.writelines(name + b"\0" for name in names or ())
+        given.seek(0)
+        places = [(os.POSIX_SPAWN_DUP2, given.fileno(), 0), (os.POSIX_SPAWN_DUP2, into, 1)]
+        options = {"file_actions": places, "setsigdef": [signal.SIGPIPE, signal.SIGXFSZ]}
+        started = os.posix_spawnp("git", ["git", *words], os.environ, **options)
+    os.close(into)
+    with open(printed, "rb") as answer:
+        found = answer.read(most)
+    code = os.waitstatus_to_exitcode(os.waitpid(started, 0)[1])
+    if code not in codes:
+        sys.exit(code if code > 0 else 1)
+    return found
 
 
 def beginning(most: int, *words: str) -> str:
     """The first bytes of what git prints, as Latin-1, with one more where there are more."""
-    program = ("bash", "-o", "pipefail", "-c", 'git "$@" | head -c "$0"', str(most + 1))
-    return git(*words, codes=(0, 128 + signal.SIGPIPE), program=program).decode("latin-1")
+    return git(*words, codes=(0, -signal.SIGPIPE), most=most + 1).decode("latin-1")
 
 
 class Files:
@@ -107,7 +114,8 @@ def remember(asked: dict) -> dict:
         file.write(ATTRIBUTES)
     known: set[bytes] = set()
     if os.path.isfile(own):
-        shutil.copyfile(own, index)
+        with open(own, "rb") as here, open(index, "wb") as there:
+            there.write(here.read())
         known = {*git("ls-files", "-z", codes=(0, 128)).split(b"\0")}
         os.unlink(index)
     files = Files(asked["files"])

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import marshal
 import os
 import re
 import shutil
@@ -405,6 +406,7 @@ def check_bubblewrap() -> None:
 
 
 @functools.cache
-def text_inside(name: str) -> str:
-    """The text of a program of this folder."""
-    return Path(__file__).with_name(f"{name}.py").read_text(encoding="utf-8")
+def code_inside(name: str) -> bytes:
+    """A program of this folder, compiled and marshalled: to compile it takes as long as Python takes to start."""
+    text = Path(__file__).with_name(f"{name}.py").read_text(encoding="utf-8")
+    return marshal.dumps(compile(text, f"<{name}>", "exec", optimize=2))

@@ -16,23 +16,20 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
-from functools import cache
 from pathlib import Path
-from types import CodeType
 from typing import Any, Literal, NamedTuple
 
 from openhands_rl_plugin.core.errors import InfrastructureError
 from openhands_rl_plugin.core.messages import whole_text
 from openhands_rl_plugin.core.records import CommandEvidence, WorkspaceCommand
 from openhands_rl_plugin.environments.workspace.processes import in_group, make_group, remove_group
-from openhands_rl_plugin.environments.workspace.sandbox import Sandbox, SandboxLimits, limited, search_path, text_inside
+from openhands_rl_plugin.environments.workspace.sandbox import Sandbox, SandboxLimits, code_inside, limited, search_path
 
 _START_PATIENCE = 20.0
 _ANSWER_PATIENCE = 15.0
 _CLOSE_PATIENCE = 10.0
 _MOST_ERRORS = 65536
-# The supervisor comes compiled, because that takes as long as Python takes to start.
-_PROGRAM = "import marshal, sys; code, setup = marshal.load(sys.stdin.buffer); exec(code); main(setup)"
+_PROGRAM = "import marshal, sys; exec(marshal.load(sys.stdin.buffer)); main(marshal.load(sys.stdin.buffer))"
 MAX_FILE_BYTES = 10 * 1024 * 1024
 """The most bytes of a session's file that is read or edited."""
 MAX_LISTED = 20_000
@@ -182,7 +179,7 @@ class Shell:
         started: _Started | None = None
         try:
             started = _Started(sandbox.wrap(limited(limits, python)), make_group(limits), limits.output)
-            started.send(marshal.dumps((_supervisor(), setup)))
+            started.send(code_inside("supervisor") + marshal.dumps(setup))
             started.answer_of(0, _START_PATIENCE)
         except (OSError, SandboxEndedError) as error:
             if started is not None:
@@ -194,11 +191,6 @@ class Shell:
         inherited = {name: os.environ[name] for name in _HOST_VARIABLES if name in os.environ}
         quiet = {"TERM": "dumb", "PAGER": "cat", "GIT_PAGER": "cat", "GIT_TERMINAL_PROMPT": "0"}
         return {**inherited, "PATH": search_path(), **quiet, "HOME": self._sandbox.home, **self._variables}
-
-
-@cache
-def _supervisor() -> CodeType:
-    return compile(text_inside("supervisor"), "<supervisor>", "exec", optimize=2)
 
 
 class _Started:
