@@ -39,7 +39,6 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from openhands_rl_plugin.apps.loop.reporting import report_writer
 from openhands_rl_plugin.apps.stores import open_store
 from openhands_rl_plugin.cli import options
 from openhands_rl_plugin.cli.terminal import ENDING, sayable
@@ -201,6 +200,9 @@ def _read(args: argparse.Namespace) -> int:
     _print_tables(groups, comparison)
     if args.out is not None:
         run_files.write_json_report(args.out, groups, comparison)
+        # It imports the training loop.
+        from openhands_rl_plugin.apps.loop.reporting import report_writer
+
         if (writer := report_writer()) is not None:
             writer.write_evaluation_report(args.out, runs, comparison)
     return 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import random
 import re
 import sysconfig
@@ -88,7 +89,8 @@ def library_functions(source: random.Random) -> Iterator[LoneFunction]:
     """Short functions and methods of this Python's standard library. Module by module in the order of ``source``: all
     of them take seconds to read."""
     root = Path(sysconfig.get_path("stdlib"))
-    paths = sorted(file.relative_to(root).as_posix() for file in root.rglob("*.py"))
+    files = (f"{folder}/{name}" for folder, _, names in os.walk(root) for name in names if name.endswith(".py"))
+    paths = sorted(file.removeprefix(f"{root}/") for file in files)
     kept = [path for path in paths if not path.startswith(_LEFT_OUT) and "/test" not in path]
     source.shuffle(kept)
     for path in kept:
