@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import tomllib
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ from needs import needs_bubblewrap
 
 from openhands_rl_plugin.config.rl import WorkspaceSettings
 from openhands_rl_plugin.core.files import remove_tree
-from openhands_rl_plugin.core.types import JsonObject, Score
+from openhands_rl_plugin.core.types import JsonObject
 from openhands_rl_plugin.environments.workspace import patch
 from openhands_rl_plugin.hosts.shared.sandboxed_workspace import SandboxedWorkspace
 from openhands_rl_plugin.rewards.command import CommandOptions, CommandReward
@@ -29,9 +30,9 @@ PROTECTED = ("*", "!src", "!src/*")
 TESTS = "from src.calc import add\nassert add(1, 2) == 3, 'wrong'\n"
 
 
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    root = tmp_path / "work"
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("repository")
     for name, text in {
         "src/calc.py": "def add(a, b):\n    return a - b\n",
         "tests/check.py": TESTS,
@@ -43,6 +44,11 @@ def root(tmp_path: Path) -> Path:
         (root / name).write_text(text)
     subprocess.run(f"git init -q && git add -A -f && {COMMIT} -m start", shell=True, cwd=root, check=True)
     return root
+
+
+@pytest.fixture
+def root(repository: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(repository, tmp_path / "work")
 
 
 def opened(root: Path) -> SandboxedWorkspace:
@@ -78,7 +84,7 @@ def test_the_patch_is_taken_whatever_lies_in_the_workspace(session: SandboxedWor
 def test_what_cannot_be_compared_is_the_session_s_doing(
     session: SandboxedWorkspace, tried: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(patch, "MAX_START_BYTES", 100 * 2**20)
+    monkeypatch.setattr(patch, "MAX_START_BYTES", 10 * 2**20)
     found = evidence(session, tried["way"])
     assert found["git_patch"] is None and tried["why"] in found.get("git_patch_refused", ""), found
 
@@ -109,19 +115,19 @@ def test_processes_of_the_session_go_on_after_its_patch_was_taken(session: Sandb
     assert session.run("one=$(wc -c < now); sleep 0.3; [ $(wc -c < now) -gt $one ]", timeout=20).exit_code == 0
 
 
-async def scored(session: SandboxedWorkspace, **more: object) -> Score:
+async def scored(session: SandboxedWorkspace, **more: object) -> list[float]:
+    """The rewards of one run of the command: by its exit status, and by its last line."""
     asked = {"command": "sh run.sh", "timeout": 20, "protected": PROTECTED, **more}
-    reward = CommandReward(CommandOptions.model_validate(asked))
-    checked = {"command": session.check(reward.options).model_dump(mode="json")}
-    return await reward(example_trajectory().model_copy(update={"evidence": checked}))
+    options = [CommandOptions.model_validate({**asked, "result": result}) for result in ("exit-status", "last-line")]
+    checked = {"command": session.check(options[0]).model_dump(mode="json")}
+    judged = example_trajectory().model_copy(update={"evidence": checked})
+    return [(await CommandReward(each)(judged)).reward for each in options]
 
 
 @pytest.mark.parametrize("tried", WAYS["command"], ids=lambda tried: tried["name"])
 async def test_the_command_is_not_hacked(session: SandboxedWorkspace, tried: dict[str, Any]) -> None:
     session.run(tried["way"], timeout=60)
-    for result in ("exit-status", "last-line"):
-        score = await scored(session, result=result, timeout=tried.get("timeout", 3))
-        assert score.reward == 0.0, score
+    assert await scored(session, timeout=tried.get("timeout", 3)) == [0.0, 0.0]
 
 
 async def test_honest_work_passes_and_stays_as_it_is(session: SandboxedWorkspace, root: Path) -> None:
@@ -129,12 +135,12 @@ async def test_honest_work_passes_and_stays_as_it_is(session: SandboxedWorkspace
         "sed -i s/-/+/ src/calc.py; echo own > tests/own.py; echo > run.sh; git init -q src/lib; chmod 400 src/calc.py"
     )
     session.run(way, timeout=60)
-    for result in ("exit-status", "last-line"):
-        assert (await scored(session, result=result)).reward == 1.0
+    for _ in range(2):
+        assert await scored(session) == [1.0, 1.0]
     assert (root / "tests/own.py").read_text() == "own\n" and (root / "run.sh").read_text() == "\n"
 
 
 async def test_protected_files_that_git_ignores_are_put_back(session: SandboxedWorkspace, root: Path) -> None:
     session.run("sed -i s/-/+/ src/calc.py; echo gone > kept.log", timeout=60)
     for protected, reward in ((("kept.log",), 1.0), ((), 0.0)):
-        assert (await scored(session, command="grep -q kept kept.log", protected=protected)).reward == reward
+        assert (await scored(session, command="grep -q kept kept.log", protected=protected))[0] == reward
