@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from openhands_rl_plugin.evals.swe.guard import Mode, alter, alter_doctest, functions_of
+from openhands_rl_plugin.evals.swe.guard import Altered, Mode, alter, alter_doctest, functions_of
 from openhands_rl_plugin.evals.swe.recipes import parse_pytest
 
 TESTS = '''\
@@ -86,27 +86,6 @@ UNINVERTED = {"test_raises"}
 """Tests without an assertion whose denial says anything."""
 
 
-def outcomes(folder: Path, text: str) -> dict[str, str]:
-    (folder / "test_it.py").write_text(text)
-    command = [sys.executable, "-m", "pytest", "-rA", "-p", "no:cacheprovider", "-q", "--tb=short", "test_it.py"]
-    found = parse_pytest(subprocess.run(command, cwd=folder, capture_output=True, text=True).stdout)
-    return {name.partition("::")[2]: status for name, status in found.items()}
-
-
-def test_altered_tests_fail_and_inverted_ones_pass(tmp_path: Path) -> None:
-    plain = outcomes(tmp_path, TESTS)
-    assert len(plain) == 10 and {*plain.values()} == {"PASSED"}
-    found = {mode: alter(TESTS, dict.fromkeys(NAMES, mode), "tag") for mode in Mode}
-    assert found[Mode.FAIL].functions == {*NAMES}
-    assert found[Mode.INVERT].functions == {*NAMES} - UNINVERTED
-    assert {*outcomes(tmp_path, found[Mode.FAIL].text).values()} == {"FAILED"}
-    inverted = outcomes(tmp_path, found[Mode.INVERT].text)
-    assert [name for name, status in inverted.items() if status != "PASSED"] == []
-    lines = {name: node.lineno for name, node in functions_of(TESTS).items()}
-    for altered in found.values():
-        assert {name: functions_of(altered.text)[name].lineno for name in lines} == lines
-
-
 EQUAL = """\
 class Any:
     def __eq__(self, other):
@@ -119,10 +98,45 @@ def test_it():
 """
 
 
-def test_what_equals_everything_fails_where_it_is_inverted(tmp_path: Path) -> None:
+def altered(text: str) -> dict[Mode, Altered]:
+    names = [name for name in functions_of(text) if "test_" in name]
+    return {mode: alter(text, dict.fromkeys(names, mode), "tag") for mode in Mode}
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str]]:
+    """Of each file, how its tests end."""
+    folder, found = tmp_path_factory.mktemp("altered"), dict[str, dict[str, str]]()
+    more, equal = ({mode: made.text for mode, made in altered(text).items()} for text in (TESTS, EQUAL))
+    for name, text in {"plain": TESTS, **more, **{f"equal_{mode}": equal[mode] for mode in Mode}}.items():
+        (folder / f"test_{name}.py").write_text(text)
+    command = [sys.executable, "-m", "pytest", "-rA", "-p", "no:cacheprovider", "-q", "--tb=short", "."]
+    ran = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    for test, status in parse_pytest(ran.stdout).items():
+        file, _, name = test.partition("::")
+        found.setdefault(file.removesuffix(".py"), {})[name] = status
+    return found
+
+
+def test_altered_tests_fail_and_inverted_ones_pass(outcomes: dict[str, dict[str, str]]) -> None:
+    plain = outcomes["test_plain"]
+    assert len(plain) == 10 and {*plain.values()} == {"PASSED"}
+    found = altered(TESTS)
+    assert found[Mode.FAIL].functions == {*NAMES}
+    assert found[Mode.INVERT].functions == {*NAMES} - UNINVERTED
+    failing, inverted = (outcomes[f"test_{mode}"] for mode in (Mode.FAIL, Mode.INVERT))
+    assert len(failing) == len(inverted) == len(plain)
+    assert {*failing.values()} == {"FAILED"}
+    assert [name for name, status in inverted.items() if status != "PASSED"] == []
+    lines = {name: node.lineno for name, node in functions_of(TESTS).items()}
+    for each in found.values():
+        assert {name: functions_of(each.text)[name].lineno for name in lines} == lines
+
+
+def test_what_equals_everything_fails_where_it_is_inverted(outcomes: dict[str, dict[str, str]]) -> None:
     """Beside an honest assertion, which is what fails where another value is expected."""
-    ends = {mode: outcomes(tmp_path, alter(EQUAL, {"test_it": mode}, "tag").text)["test_it"] for mode in Mode}
-    assert ends == {Mode.FAIL: "FAILED", Mode.INVERT: "FAILED"}
+    ends = {mode: outcomes[f"test_equal_{mode}"] for mode in Mode}
+    assert ends == {Mode.FAIL: {"test_it": "FAILED"}, Mode.INVERT: {"test_it": "FAILED"}}
 
 
 def test_only_the_named_functions_are_altered() -> None:
