@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import stat
+import sys
 from pathlib import Path
 
 import pytest
@@ -21,8 +22,7 @@ pytestmark = pytest.mark.contract
 ROW = with_extra(instance("c0ffee"), image="swebench/sweb.eval.x86_64.a_1776_b-1:latest")
 
 PROGRAM = """\
-#!/usr/bin/env python3
-import json, os, re, shutil, subprocess, sys
+import json, os, re, sys
 words = sys.argv[1:]
 with open(os.environ["CALLS"], "a") as file:
     file.write(json.dumps(words) + "\\n")
@@ -55,7 +55,7 @@ if words[0] == "exec":
 @pytest.fixture
 def program(tmp_path: Path, monkeypatch) -> Path:
     program = tmp_path / "docker"
-    program.write_text(PROGRAM)
+    program.write_text(f"#!{sys.executable} -IS\n{PROGRAM}")
     program.chmod(program.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setenv("CALLS", str(tmp_path / "calls"))
     return program
