@@ -107,7 +107,7 @@ def session_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if "_run_queue_loop" in thread.name]
 
 
-@pytest.mark.parametrize(("sessions", "turns"), [(8, 6), pytest.param(16, 20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("sessions", "turns"), [(4, 3), pytest.param(16, 20, marks=pytest.mark.slow)])
 @pytest.mark.shows("many sessions in one process")
 @pytest.mark.shows("sandboxed workspace")
 async def test_no_observation_is_lost_and_sessions_do_not_meet(

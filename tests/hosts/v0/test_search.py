@@ -132,7 +132,7 @@ async def test_a_branchs_prompt_is_the_one_that_comes_later(server: ScriptedMode
 
     name = f"same-{native}-{prompt}"
     server.policies[name] = policy
-    own = {**tree_of_thoughts(num_branches=2, depth=3, beam=2), "workspace": {"prompt": prompt}, "max_turns": 3}
+    own = {**tree_of_thoughts(num_branches=2, depth=2, beam=1), "workspace": {"prompt": prompt}, "max_turns": 3}
     trajectory = await play(server, name, options={"native_tool_calling": native}, **own)
     assert trajectory.failure is None
     sent = [body["messages"] for body in server.requests[name]]
