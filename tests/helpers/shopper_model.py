@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from small_shop import BAD, GOAL, GOALS, GOOD, INSTRUCTION, ShopSession
+from small_shop import BAD, GOAL, GOALS, GOOD, INSTRUCTION, ShopSession, running_shop
 from tiny_model import CHAT_TEMPLATE, write_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
@@ -15,9 +16,20 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from openhands_rl_plugin.core.types import Task
 from openhands_rl_plugin.environments.http.client import action_language, opening_messages
 from openhands_rl_plugin.environments.http.react import parse_plain, parse_react
+from openhands_rl_plugin.models.generator.config import ServerConfig
+from openhands_rl_plugin.models.server.app import running_server
 
 _STEPS = 60
 _written: dict[str, Path] = {}  # what makes a model -> a folder with it
+
+
+@contextmanager
+def shop_and_server(model: Path, name: str) -> Iterator[tuple[str, str]]:
+    """The URLs of a small shop and of a server of the model."""
+    options = {"port": 0, "dtype": "float32", "max_batch": 8, "max_adapters": 64, "adapters": "/"}
+    config = ServerConfig.model_validate({"model": str(model), "served_model_name": name, **options})
+    with running_shop() as shop, running_server(config) as server:
+        yield shop, server
 
 
 type Way = tuple[str, ...]

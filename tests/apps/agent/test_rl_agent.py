@@ -14,7 +14,7 @@ import httpx
 import pytest
 import torch
 from shopper_model import write_shopper
-from small_shop import BAD, GOAL, GOALS, GOOD, INSTRUCTION, ShopSession, running_shop
+from small_shop import BAD, GOAL, GOALS, GOOD, INSTRUCTION, ShopSession
 
 from openhands_rl_plugin import RLAgent, RLAgentConfig
 from openhands_rl_plugin.apps.rl_agent import EpisodeResult
@@ -41,12 +41,6 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def model(one_thread: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_shopper(tmp_path_factory.mktemp("models") / "shopper")
-
-
-@pytest.fixture(scope="module")
-def shop() -> Iterator[str]:
-    with running_shop() as url:
-        yield url
 
 
 @pytest.fixture

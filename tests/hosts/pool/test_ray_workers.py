@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
-from small_shop import running_shop
 
 from evaluation.performance.hosts.instant_model import instant_model, script
 from openhands_rl_plugin.config.rl import RLSettings, ServingSettings
@@ -26,12 +25,6 @@ except ModuleNotFoundError:
 
 needs_ray = pytest.mark.skipif(ray is None, reason="Ray is not installed: pip install 'openhands_rl_plugin[ray]'")
 cluster = [needs_ray, pytest.mark.slow, pytest.mark.timeout(300)]
-
-
-@pytest.fixture(scope="module")
-def shop() -> Iterator[str]:
-    with running_shop() as url:
-        yield url
 
 
 @pytest.fixture

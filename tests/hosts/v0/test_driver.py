@@ -11,7 +11,6 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-from small_shop import running_shop
 
 from evaluation.performance.hosts.instant_model import instant_model, script
 from openhands_rl_plugin.config.rl import RLSettings, ServingSettings
@@ -31,12 +30,6 @@ IN_A_WORKSPACE = HostOptions(environment_mode=False)
 @pytest.fixture(scope="module")
 def model() -> Iterator[str]:
     with instant_model() as url:
-        yield url
-
-
-@pytest.fixture(scope="module")
-def shop() -> Iterator[str]:
-    with running_shop() as url:
         yield url
 
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from small_shop import INSTRUCTION, running_shop
+from small_shop import INSTRUCTION
 
 from openhands_rl_plugin import RLAgent, RLAgentConfig
 from openhands_rl_plugin.config.registry import build
@@ -19,12 +18,6 @@ from openhands_rl_plugin.trajectories.sqlite.storage import FileTrajectoryStorag
 @pytest.fixture(autouse=True, scope="module")
 def one_thread() -> None:
     torch.set_num_threads(1)
-
-
-@pytest.fixture(scope="module")
-def shop() -> Iterator[str]:
-    with running_shop() as url:
-        yield url
 
 
 def test_the_agent_acts_as_its_verifier_likes(verifier: Path, judge_model: Path, shop: str, tmp_path: Path) -> None:

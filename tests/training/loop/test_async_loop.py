@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from shopper_model import shop_and_server
 from shopping_loop import MODEL, ShopWorld, make_plan, write_talker
-from small_shop import running_shop
 
 from openhands_rl_plugin.core.protocols import LLMEngine
 from openhands_rl_plugin.core.records import TrajectoryFilter
@@ -31,11 +31,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def served(model: Path) -> Iterator[ShopWorld]:
-    server = ServerConfig(
-        model=str(model), served_model_name=MODEL, port=0, dtype="float32", max_batch=8, max_adapters=64, adapters="/"
-    )
-    with running_shop() as shop, running_server(server) as url:
-        yield ShopWorld(shop, url, model)
+    with shop_and_server(model, MODEL) as urls:
+        yield ShopWorld(*urls, model)
 
 
 @pytest.fixture
