@@ -65,8 +65,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _make(args: argparse.Namespace) -> int:
-    names = ("seed", "timeout", "requirements", "tests", *(["python"] if args.python else []))
-    given = {name: getattr(args, name) for name in names}
+    given = {name: value for name, value in vars(args).items() if name in TaskPlan.model_fields and value is not None}
     match = re.fullmatch(r"(.+?)(?:@([^@/:]+(?:/[^@:]+)?))?", args.source)
     source = find_source(match[1] if match else args.source, (match and match[2]) or "HEAD", args.cache)
     plan = checked(TaskPlan, {**given, "source": source, "wanted": args.per_package})

@@ -95,7 +95,6 @@ FORMS: dict[str, Form] = {
 """What a secret looks like: name -> a maker of values."""
 
 _NOT_IN_A_WORD = set(" \t\"'`\\<>|;&()$#{}")
-_NOT_IN_QUOTES = set('"\\$`')
 
 
 def _any(value: str) -> bool:

@@ -26,8 +26,6 @@ from typing import Literal
 
 from evaluation.performance.training.sft_sides import TRL_SETTINGS, Job, Measured
 
-DataSet = Literal["tasks", "attempts"]
-
 TOLERANCE = 2e-3
 """Of the first losses, in nats: sums in another order."""
 

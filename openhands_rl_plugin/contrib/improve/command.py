@@ -175,12 +175,9 @@ def _gym(args: argparse.Namespace, source: Source, directory: Path) -> Gym:
     from openhands_rl_plugin.evals.swe.backends import default_cache
     from openhands_rl_plugin.trajectories.view import progress_bar
 
-    wanted = checked(
-        WantedTasks,
-        {name: given for name in _GYM_OPTIONS if (given := getattr(args, name)) is not None}
-        | {"timeout": args.test_timeout},
-        {"timeout": "--test-timeout", "requirements": "--with"},
-    )
+    given = {name: value for name in _GYM_OPTIONS if (value := getattr(args, name)) is not None}
+    names = {"timeout": "--test-timeout", "requirements": "--with"}
+    wanted = checked(WantedTasks, {**given, "timeout": args.test_timeout}, names)
     with progress_bar("reading") as bar:
         of, gym = make_gym(source, wanted, directory / "tasks", args.cache or default_cache(), bar)
     newer = f"; {source.commit[:12]} is there by now: --fresh makes tasks of that" if of.commit != source.commit else ""

@@ -106,7 +106,7 @@ def recorded() -> list[bytes]:
 
 def remember(asked: dict) -> dict:
     """Record all files, also those that an index of the workspace's repository names and git would ignore."""
-    own, index, record = b".git/index", os.environ["GIT_INDEX_FILE"], os.environ["GIT_DIR"]
+    own, index, record = ".git/index", os.environ["GIT_INDEX_FILE"], os.environ["GIT_DIR"]
     root = os.environ.pop("GIT_WORK_TREE")
     git("init", "--quiet", "--bare", "--object-format=sha1")
     os.environ["GIT_WORK_TREE"] = root
@@ -114,10 +114,9 @@ def remember(asked: dict) -> dict:
         file.write(ATTRIBUTES)
     known: set[bytes] = set()
     if os.path.isfile(own):
-        with open(own, "rb") as here, open(index, "wb") as there:
-            there.write(here.read())
+        os.environ["GIT_INDEX_FILE"] = os.path.abspath(own)
         known = {*git("ls-files", "-z", codes=(0, 128)).split(b"\0")}
-        os.unlink(index)
+        os.environ["GIT_INDEX_FILE"] = index
     files = Files(asked["files"])
     names = [name for name in files.seen(known, asked["protected"]) if files.found[name].st_size <= LARGEST]
     if sum(files.found[name].st_size for name in names) > asked["bytes"]:
