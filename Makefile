@@ -30,7 +30,7 @@ PARTS := hosts training workspaces others
 SYNC := $(if $(filter output-sync,$(.FEATURES)),--output-sync=target)
 
 # The tests that have something to show with OpenHands V1; all others run with V0. Two processes of about equal length.
-processes := $(addprefix tests/hosts/v1/test_,agent_server.py critic.py driver.py guide.py run_command.py sandboxed_tools.py) 'tests/golden/test_golden.py::test_today_is_as_the_golden_file[v1_sessions]' tests/hosts/shared tests/evals/runs/test_evaluation.py tests/apps/rollout tests/contrib/rollouts tests/contrib/repair/test_repair_demonstrations.py tests/config/test_host.py tests/test_imports.py tests/docs/test_plugins_page.py
+processes := $(addprefix tests/hosts/v1/test_,agent_server.py critic.py run_command.py) 'tests/golden/test_golden.py::test_today_is_as_the_golden_file[v1_sessions]' tests/hosts/shared tests/evals/runs/test_evaluation.py tests/apps/rollout tests/contrib/rollouts tests/contrib/repair/test_repair_demonstrations.py tests/config/test_host.py tests/test_imports.py tests/docs/test_plugins_page.py
 conversations := $(sort $(filter-out $(processes),$(wildcard tests/hosts/v1/test_*.py)))
 PARTS_V1 := processes conversations
 
