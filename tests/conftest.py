@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+from hypothesis.internal.conjecture import providers
 
 # Nothing is fetched: no model hub, and not the price list that OpenHands' LLM library asks for at import.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -26,9 +27,12 @@ gc.set_threshold(50_000, 20, 100)
 # A script's background job ignores Ctrl-C, and so would all that is tested.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Every run has the same examples. Shared machines are slow at times; pytest's timeout bounds what a test may take.
+# Every run has the same examples. Hypothesis also draws from the constants of all modules that happen to be imported,
+# so that a thought became a secret, which is redacted: not here. Shared machines are slow at times; pytest's timeout
+# bounds what a test may take.
 settings.register_profile("shared", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("shared")
+providers._get_local_constants = lambda: providers._local_constants
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -284,9 +284,10 @@ class _Alter(ast.NodeVisitor):
         if not isinstance(test, ast.Compare):
             return False
         left, right = [test.left, *test.comparators][-2:]
-        if isinstance(test.ops[-1], ast.Eq) or (isinstance(test.ops[-1], ast.Is) and _is_bool(right)):
+        compare, truth = test.ops[-1], ast.unparse(right) in {"True", "False"}
+        if isinstance(compare, ast.Eq) or (isinstance(compare, ast.Is) and truth):
             picked = [(left, right)[_expected(left, right)]]
-        elif isinstance(test.ops[-1], ast.In) and not _called(left):
+        elif isinstance(compare, ast.In) and not _called(left):
             picked = [left]
         elif isinstance(test.ops[-1], ast.In) and isinstance(right, ast.List | ast.Tuple | ast.Set):
             picked = [each for each in right.elts if not _starred(each)]
@@ -374,10 +375,6 @@ def _called(node: ast.AST) -> bool:
 
 def _is_approx(node: ast.expr) -> bool:
     return isinstance(node, ast.Call) and _name(node) == "approx"
-
-
-def _is_bool(node: ast.expr) -> bool:
-    return isinstance(node, ast.Constant) and isinstance(node.value, bool)
 
 
 def _starred(node: ast.expr) -> bool:
