@@ -21,9 +21,9 @@ COG := -I .ci/docs -p "import generate" $(shell grep -rl '\[\[\[cog' docs)
 
 # Four processes of about equal length, two a core: tests also wait. Only the first imports OpenHands, and only the second
 # PyTorch: seven seconds each.
-hosts := tests/hosts tests/golden tests/docs tests/cli/test_starting_config.py $(addprefix tests/trajectories/exchange/test_,llm_completions.py v0_events.py)
-training := tests/training tests/models tests/rewards tests/test_flow.py tests/test_road.py tests/core/templates/test_chat_text.py tests/rollout/strategies/test_verifier_search.py tests/session/test_life.py $(addprefix tests/apps/,agent loop) $(addprefix tests/cli/,train test_chat.py test_loop_command.py) $(addprefix tests/contrib/,improve trainers watch)
-workspaces := $(filter-out $(training),$(wildcard tests/contrib/[!_]*)) tests/environments tests/evals tests/evaluation
+hosts := tests/hosts tests/golden tests/docs tests/contrib/studio tests/cli/test_starting_config.py $(addprefix tests/trajectories/exchange/test_,llm_completions.py v0_events.py)
+training := tests/training tests/models tests/rewards tests/test_flow.py tests/test_road.py tests/core/templates/test_chat_text.py tests/rollout/strategies/test_verifier_search.py tests/session $(addprefix tests/apps/,agent loop) $(addprefix tests/cli/,train test_chat.py test_loop_command.py) $(addprefix tests/contrib/,improve trainers watch)
+workspaces := $(filter-out $(hosts) $(training),$(wildcard tests/contrib/[!_]*)) tests/environments tests/evals tests/evaluation
 others := $(addprefix --ignore=,$(hosts) $(training)) $(sort $(filter-out $(hosts) $(training) $(workspaces) tests/contrib tests/helpers tests/__pycache__ tests/conftest.py tests/budget.json,$(wildcard tests/*)))
 PARTS := hosts training workspaces others
 # The output of each in one piece, where make can.
