@@ -229,7 +229,7 @@ TORCH_PARTS = (
         # Between a pool and the workers that it started, as with ``multiprocessing`` and Ray; never a file.
         ({"pickle", "cloudpickle", "dill", "shelve", "joblib"}, ("hosts/pool.py",)),
         # Code that this process compiled, for its own child, which would execute the text as well.
-        ({"marshal"}, ("environments/workspace/sandbox.py", "environments/workspace/shell.py")),
+        ({"marshal"}, ("environments/workspace/sandbox.py",)),
         ({"evaluation", "tests"}, ()),
     ],
     ids=lambda each: min(each) if isinstance(each, set) else "",

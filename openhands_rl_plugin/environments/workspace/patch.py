@@ -14,7 +14,6 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -23,14 +22,13 @@ from typing import Any
 from openhands_rl_plugin.core.errors import BadEnvironmentError, InfrastructureError, describe
 from openhands_rl_plugin.core.types import JsonObject
 from openhands_rl_plugin.environments.workspace.git import git_script
-from openhands_rl_plugin.environments.workspace.sandbox import Sandbox, code_inside
+from openhands_rl_plugin.environments.workspace.sandbox import Sandbox, program_for
 
 MAX_PATCH_BYTES = 1_000_000
 MAX_NAMES_BYTES = 100_000
 MAX_START_BYTES = 512 * 1024 * 1024
 MAX_FILES = 1_000_000
 
-_PROGRAM = "import marshal, sys; exec(marshal.load(sys.stdin.buffer))"
 _PATIENCE = 60
 _FULL = "No space left on device"
 _KINDS = {"A": "added", "D": "deleted", "M": "modified", "T": "modified"}
@@ -109,14 +107,14 @@ class Baseline:
             "tree": self._tree,
             **{"files": MAX_FILES, "bytes": MAX_START_BYTES, "names": MAX_NAMES_BYTES, "patch": MAX_PATCH_BYTES},
         }
-        python = [os.path.realpath(sys.executable), "-I", "-S", "-c", _PROGRAM, json.dumps(asked)]
+        python, program = program_for("recorder", asked)
         # Git writes and holds no more than this, whatever the session left for it to read.
         bounds: dict[str, Any] = {"seconds": _PATIENCE, "largest": 2 * MAX_START_BYTES}
         settings = {**_SETTINGS, **(_OF_A_COPY if copied else {})}
         places = {"GIT_DIR": str(self._directory), "GIT_INDEX_FILE": str(index)}
         within = partial(sandbox.wrap, shared=[self._directory])
         command = git_script(within, 'exec "$@"', *python, settings=settings, variables=places, **bounds)
-        options: dict[str, Any] = {"input": code_inside("recorder"), "env": command.variables, "timeout": 2 * _PATIENCE}
+        options: dict[str, Any] = {"input": program, "env": command.variables, "timeout": 2 * _PATIENCE}
         try:
             done = subprocess.run(command.words, check=False, capture_output=True, **options)
         except (OSError, subprocess.SubprocessError) as error:

@@ -1,7 +1,7 @@
 """Records the files of a workspace in a separate git repository, compares them with that record, and restores them.
 
 The sandbox executes what this file was compiled to, by the standard library alone, with few modules, because they take
-longer to load than git runs. ``REQUEST``, an argument, is JSON:
+longer to load than git runs. It is asked
 ``{"do": "remember" | "changes" | "restore", "root", "protected": [pattern], "tree"}`` with the most ``files``
 and ``bytes``, and bytes of ``names`` and ``patch``. The variables ``GIT_DIR`` and ``GIT_INDEX_FILE`` name the record.
 
@@ -162,8 +162,7 @@ def restore(asked: dict) -> dict:
     return {"restored": len(wanted)}
 
 
-if __name__ == "__main__":
-    request = json.loads(sys.argv[1])
+def main(request: dict) -> None:
     root = os.environ["GIT_WORK_TREE"] = request["root"]
     print("began", flush=True)
     with contextlib.suppress(OSError):

@@ -27,6 +27,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from pydantic import Field
 
@@ -40,6 +41,7 @@ INSIDE = "/workspace"
 
 _MEBIBYTE, _GIBIBYTE = 1024**2, 1024**3
 # Creating a namespace takes milliseconds; the limit is generous for machines under load.
+_PROGRAM = "import marshal, sys; exec(marshal.load(sys.stdin.buffer)); main(marshal.load(sys.stdin.buffer))"
 _PROBE_TIMEOUT = 20.0
 _ROOT_SIZE = 64 * _MEBIBYTE
 # Root owns the kernel's settings without any capability (``core_pattern`` names a program that the host runs), a user
@@ -405,8 +407,15 @@ def check_bubblewrap() -> None:
     find_bubblewrap(otherwise=', or accept commands without isolation: [rl.workspace] isolation = "none"')
 
 
+def program_for(name: str, setup: dict[str, Any]) -> tuple[list[str], bytes]:
+    """The command that calls ``main(setup)`` of a program of this folder, and the input that it needs first."""
+    # Its real place: a virtual environment may be reached by a link that is hidden.
+    python = [os.path.realpath(sys.executable), "-I", "-S", "-c", _PROGRAM]
+    return python, _compiled(name) + marshal.dumps(setup)
+
+
 @functools.cache
-def code_inside(name: str) -> bytes:
-    """A program of this folder, compiled and marshalled: to compile it takes as long as Python takes to start."""
+def _compiled(name: str) -> bytes:
+    """To compile a program takes as long as Python takes to start."""
     text = Path(__file__).with_name(f"{name}.py").read_text(encoding="utf-8")
     return marshal.dumps(compile(text, f"<{name}>", "exec", optimize=2))

@@ -6,10 +6,8 @@ import base64
 import io
 import itertools
 import json
-import marshal
 import os
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -23,13 +21,12 @@ from openhands_rl_plugin.core.errors import InfrastructureError
 from openhands_rl_plugin.core.messages import whole_text
 from openhands_rl_plugin.core.records import CommandEvidence, WorkspaceCommand
 from openhands_rl_plugin.environments.workspace.processes import in_group, make_group, remove_group
-from openhands_rl_plugin.environments.workspace.sandbox import Sandbox, SandboxLimits, code_inside, limited, search_path
+from openhands_rl_plugin.environments.workspace.sandbox import Sandbox, SandboxLimits, limited, program_for, search_path
 
 _START_PATIENCE = 20.0
 _ANSWER_PATIENCE = 15.0
 _CLOSE_PATIENCE = 10.0
 _MOST_ERRORS = 65536
-_PROGRAM = "import marshal, sys; exec(marshal.load(sys.stdin.buffer)); main(marshal.load(sys.stdin.buffer))"
 MAX_FILE_BYTES = 10 * 1024 * 1024
 """The most bytes of a session's file that is read or edited."""
 MAX_LISTED = 20_000
@@ -174,12 +171,11 @@ class Shell:
             "state": sandbox.state,
             "output_bytes": limits.output,
         }
-        # Its real place: a virtual environment may be reached by a link that is hidden.
-        python = [os.path.realpath(sys.executable), "-I", "-S", "-c", _PROGRAM]
+        python, program = program_for("supervisor", setup)
         started: _Started | None = None
         try:
             started = _Started(sandbox.wrap(limited(limits, python)), make_group(limits), limits.output)
-            started.send(code_inside("supervisor") + marshal.dumps(setup))
+            started.send(program)
             started.answer_of(0, _START_PATIENCE)
         except (OSError, SandboxEndedError) as error:
             if started is not None:
